@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TieredOffloadingConnector`: vLLM's OffloadingConnector with our spec as default.
+
+A convenience: it saves the `spec_name` line and shows the spec vLLM's
+configuration, which the stock connector hides from the scheduler process.
+Everything else is vLLM's. The class must carry the name it is registered
+under: vLLM's MultiConnector finds a connector's statistics by class name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
+
+from vllm_tiered_offload.plugin import TIERING_SPEC
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_SPEC_MODULE = "vllm_tiered_offload.spec.tiering"
+
+
+class TieredOffloadingConnector(OffloadingConnector):
+    """OffloadingConnector that selects `AlignedTieringOffloadingSpec`."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        _default_spec(vllm_config)
+        with set_current_vllm_config(vllm_config):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        # The front end has its own copy of the configuration and never makes
+        # a connector, so the default is set here too.
+        _default_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+
+def _default_spec(vllm_config: VllmConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    extra = transfer.kv_connector_extra_config
+    if "spec_name" not in extra:
+        extra["spec_name"] = TIERING_SPEC
+        # With VLLM_PLUGINS leaving us out the name alone would not be known.
+        extra.setdefault("spec_module_path", _SPEC_MODULE)
