@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_tiered_offload.config import ConfigError, SpecSettings
-from vllm_tiered_offload.region.shared_region import SharedOffloadRegion
+from vllm_tiered_offload.region.shared_region import RegionSettings, SharedOffloadRegion
 from vllm_tiered_offload.spec.facts import collect_facts
 from vllm_tiered_offload.worker.host import HostOffloadingWorker
 
@@ -49,14 +49,18 @@ class AlignedSpec:
     def __init__(self, config: OffloadingConfig) -> None:
         self.settings = SpecSettings.parse(config.extra_config, tiering=self.TIERING)
         self.BLOCK_SIZE_ALIGNMENT = self._alignment()
-        # vLLM writes resolved backpressure settings into the tier dictionaries
-        # it is given, so it gets copies.
-        extra = self.settings.for_vllm(config.extra_config)
+        self.settings.check_root_dirs()
+        extra = self.settings.vllm_extra_config()
+        if "secondary_tiers" in extra:
+            # vLLM merges backpressure defaults into these dictionaries; the
+            # user's own are shared by every spec of this process.
+            extra["secondary_tiers"] = [dict(tier) for tier in extra["secondary_tiers"]]
         super().__init__(dataclasses.replace(config, extra_config=extra))  # type: ignore[call-arg]
         self._check_pool()
 
     def _alignment(self) -> int:
-        wanted = max(type(self).BLOCK_SIZE_ALIGNMENT, self.settings.block_size_alignment)
+        raised = self.settings.block_size_alignment or 1
+        wanted = max(type(self).BLOCK_SIZE_ALIGNMENT, raised)
         if not self._uses_shared_region():
             return wanted
         page = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
@@ -68,8 +72,9 @@ class AlignedSpec:
     def _check_pool(self) -> None:
         if self.kv_bytes_per_chunk and not self.num_chunks:
             raise ConfigError(
-                f"cpu_bytes_to_use: {self.settings.cpu_bytes_to_use} bytes hold no chunk; "
-                f"one chunk is {self.kv_bytes_per_chunk} bytes"
+                "kv_connector_extra_config.cpu_bytes_to_use",
+                f"{self.settings.cpu_bytes_to_use} bytes hold no chunk; "
+                f"one chunk is {self.kv_bytes_per_chunk} bytes",
             )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -114,7 +119,12 @@ class AlignedSpec:
             "kv_bytes_per_chunk": self.kv_bytes_per_chunk,
             "cpu_page_size": self.cpu_page_size_per_worker,
             "world_size": self.config.parallel.world_size,
-            "settings": self.settings.region(),
+            "settings": RegionSettings(
+                backing=self.settings.region_backing,
+                huge_pages=self.settings.huge_pages,
+                prefault=self.settings.prefault,
+                join_timeout=self.settings.region_join_timeout,
+            ),
         }
 
     def _make_worker(

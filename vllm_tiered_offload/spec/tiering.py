@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from vllm_tiered_offload import compat
-from vllm_tiered_offload.manager import PinnedTieringManager
+from vllm_tiered_offload.manager import PinnedTieringManager, PinSettings
 from vllm_tiered_offload.region.shared_region import SharedOffloadRegion
 from vllm_tiered_offload.spec.aligned import AlignedSpec
 
@@ -73,10 +73,18 @@ class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):
             info=getattr(self, "cpu_info", None),
         )
         tiers = self._make_tiers(primary.get_kv_memoryview(), undo)
-        extra = {}
-        if hasattr(self, "tier_poll_interval_s"):
-            extra["tier_poll_interval_s"] = self.tier_poll_interval_s
-        return PinnedTieringManager(primary, tiers, pins=self.settings.pins(), **extra)
+        poll = {}
+        if hasattr(self, "tier_poll_interval_s"):  # vLLM 0.33
+            poll["tier_poll_interval_s"] = self.tier_poll_interval_s
+        return PinnedTieringManager(primary, tiers, pins=self._pin_settings(), **poll)
+
+    def _pin_settings(self) -> PinSettings:
+        return PinSettings(
+            max_share=self.settings.pin_share,
+            deadline=self.settings.pin_deadline,
+            patience=self.settings.patience,
+            store_headroom=self.settings.store_headroom,
+        )
 
     def _make_tiers(
         self, view: memoryview, undo: contextlib.ExitStack
