@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 
+from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -17,6 +18,8 @@ from vllm.v1.kv_offload.base import (
 
 from vllm_tiered_offload.worker import copy, memory, plan
 from vllm_tiered_offload.worker.lane import Lane
+
+logger = init_logger("vllm.tiered_offload.worker")
 
 
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
@@ -56,6 +59,8 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             kv_caches.group_data_refs, self._device, self._host, pages, canonical_layout
         )
         self._blocks_per_chunk = blocks_per_chunk
+        self._num_chunks = num_chunks
+        self._num_blocks = min((len(rows) for rows in self._device), default=0)
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._finished: list[TransferResult] = []
@@ -83,6 +88,8 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         self, lane: str, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> bool:
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        plan.check_range("block", blocks.block_ids, self._num_blocks)
+        plan.check_range("chunk", chunks.block_ids, self._num_chunks)
         parts = plan.spans(
             blocks.block_ids,
             blocks.group_sizes,
@@ -94,17 +101,19 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             if self._closed:
                 raise RuntimeError(f"transfer {job_id} after shutdown")
             self._pending.add(job_id)
-        self._lanes[lane].submit(lambda: self._run(job_id, parts, store=lane == "store"))
+        self._lanes[lane].submit(lambda: self._run(lane, job_id, parts))
         return True
 
-    def _run(self, job_id: int, parts: list[plan.Span], store: bool) -> None:
+    def _run(self, lane: str, job_id: int, parts: list[plan.Span]) -> None:
         if self._error is not None:
             return
+        store = lane == "store"
         start = time.perf_counter()
         try:
             copies = plan.plan(self._groups, parts, self._blocks_per_chunk, store)
             copy.run(copies, store)
         except BaseException as error:
+            logger.error("KV transfer %d (%s) failed: %s", job_id, lane, error)
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()

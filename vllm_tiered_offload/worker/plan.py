@@ -81,6 +81,15 @@ class Span(NamedTuple):
     subs: Int64s
 
 
+def check_range(what: str, numbers: npt.NDArray[np.int32], count: int) -> None:
+    """ValueError unless all numbers name one of `count` rows: a copy beyond them would
+    overwrite whatever lies there.
+    """
+    if len(numbers) and not (numbers.min() >= 0 and numbers.max() < count):
+        wrong = numbers[(numbers < 0) | (numbers >= count)][0]
+        raise ValueError(f"{what} {wrong} is not one of 0 to {count - 1}")
+
+
 def spans(
     blocks: npt.NDArray[np.int32],
     group_sizes: Sequence[int],
