@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TieredOffloadingConnector`: vLLM's OffloadingConnector with our spec as default.
 
-A convenience: it saves the `spec_name` line and shows the spec vLLM's
-configuration, which the stock connector hides from the scheduler process.
-Everything else is vLLM's. The class must carry the name it is registered
+A convenience: it saves the `spec_name` line, shows the spec vLLM's
+configuration, which the stock connector hides from the scheduler process, and
+tells the tiers which requests run with a LoRA adapter, so that all others can be
+kept across restarts. Everything else is vLLM's. The class must carry the name it is registered
 under: vLLM's MultiConnector finds a connector's statistics by class name.
 """
 
@@ -16,12 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 
+from vllm_tiered_offload.fs_tier.adapters import AdapterTag, tagging
 from vllm_tiered_offload.plugin import TIERING_SPEC
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 _SPEC_MODULE = "vllm_tiered_offload.spec.tiering"
 
@@ -36,8 +39,15 @@ class TieredOffloadingConnector(OffloadingConnector):
         kv_cache_config: KVCacheConfig,
     ) -> None:
         _default_spec(vllm_config)
-        with set_current_vllm_config(vllm_config):
+        with set_current_vllm_config(vllm_config), tagging():
             super().__init__(vllm_config, role, kv_cache_config)
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if request.lora_request is not None:
+            # vLLM's own context of the request does not say so, and look-ups come later.
+            state = self.scheduler._req_status[request.request_id]
+            state.req_context.set_state(AdapterTag(request.lora_request.lora_int_id))
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
