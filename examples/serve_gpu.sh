@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# One GPU and a local NVMe. Usage: examples/serve_gpu.sh MODEL KV_DIR [more vllm arguments]
+set -euo pipefail
+model="${1:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
+kv_dir="${2:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
+shift 2
+exec vllm serve "$model" "$@" \
+    --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector",
+      "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "AlignedTieringOffloadingSpec",
+        "cpu_bytes_to_use": "'"${KV_CPU:-32GiB}"'",
+        "secondary_tiers": [
+          {"type": "odirect_fs", "root_dir": "'"$kv_dir"'", "max_bytes": "'"${KV_DISK:-500GiB}"'"}
+        ]}}'
