@@ -19,7 +19,7 @@ ARGUMENTS = {
     "serve_gpu.sh": ["model", "DIR", "--seed=1"],
     "serve_tp.sh": ["model", "DIR", "4", "--seed=1"],
     "serve_dp.sh": ["model", "DIR", "2", "--seed=1"],
-    "serve_several_disks.sh": ["model", "DIR", "DIR/other"],
+    "serve_several_disks.sh": ["model", "DIR", "DIR-2"],
     "serve_shared_dir.sh": ["model", "DIR", "--seed=1"],
     "serve_connector_name.sh": ["model", "DIR", "--seed=1"],
     "serve_stock_spec.sh": ["model", "DIR", "my-weights-1", "--seed=1"],
