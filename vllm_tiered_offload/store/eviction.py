@@ -1,101 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks survive when their segment is evicted: second chance with ghosts.
+"""Which chunks survive when their segment is evicted: a second chance, rounded to LRU.
 
-The store evicts whole segments, oldest first. That alone would be FIFO; what makes it behave
-like a per-chunk LRU is that chunks which were hit since they were written (or last moved) are
-copied out of the victim first. Chunks that were evicted and soon stored again (their keys are
-remembered as ghosts) count as hit from the start.
+The store evicts whole segments, oldest first. That alone is FIFO. It comes close to a
+per-chunk LRU when the right chunks are copied out of a segment before it goes:
 
-This is the decision alone: no I/O, no clock, no threads, nothing of the store. One instance
-serves one root in one process; the caller holds its own lock around every call but `on_hit`,
-which is one store into a bytearray and may run beside the others.
+- A copy lives one more residency (the time a segment stays: one capacity of writes), so a
+  chunk hit early in its residency would stay far longer than LRU keeps it, and one hit late
+  far shorter. Copying only what was hit in the *younger half* is LRU rounded to the nearest
+  residency, at half the writes of a plain second chance.
+- A chunk hit in two separate periods has a better future than its last hit tells: it is
+  copied whenever it was hit. A copy halves the count.
+- A chunk stored again soon after its eviction (its key is remembered as a ghost) starts with
+  a count of one.
+
+This is the decision alone: no I/O, no clock but the count of chunks written, no threads. One
+instance serves one root in one process; the caller holds its own lock around every call but
+`on_hit`.
 """
 
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-_HIT_CELLS_PER_CHUNK = 8
-_GHOSTS_PER_CHUNK = 2
+# A mark is one byte: | count, 3 bits | period of the last hit, 5 bits |. A residency is 8
+# periods, so the number of a period comes back only when its chunks are long gone.
+_ONE_HIT, _TWO_HITS, _MOST_HITS, _PERIOD = 0x20, 0x40, 0xE0, 0x1F
+_PERIODS_PER_RESIDENCY = 8
+_YOUNG_PERIODS = _PERIODS_PER_RESIDENCY // 2
+
+_HITS_WAITING = 1 << 16
 
 
 class SecondChance:
-    """Reference marks and ghosts of one root, in tables of fixed size.
+    """Hit marks and ghosts of one root, in two tables of fixed size.
 
-    Both tables are indexed by a hash of the key, so a cold chunk costs nothing of its own: the
-    whole policy takes 8 one-byte marks and 2 to 4 eight-byte ghosts per chunk of capacity. Two
-    keys that share a mark make one of them look hit: a needless copy now and then, never an
-    error.
+    Only chunks that were hit have a mark. The tables take 8 + 4 bytes per chunk of capacity,
+    however many keys pass through. What does not fit is forgotten, which costs a hit or a
+    needless copy now and then, never an error.
 
     Args:
-        capacity_chunks: how many chunks the root can hold (an estimate will do, >= 1).
-        max_copy_share: the most of a victim's chunks that may be moved, 0.0 to 1.0.
-        digest: key -> integer, uniform in its low 64 bits. `hash` of bytes is cached in the
+        capacity_chunks: how many chunks the root holds when full (an estimate will do, >= 1).
+        max_copy_share: the most of a victim's chunks that may be moved, 0.0 to 1.0. It bounds
+            the writes at 1 / (1 - share) times the stores when everything is hot.
+        digest: key -> integer, uniform in its low 64 bits. `hash` of bytes is kept in the
             object and differs between processes; tests pass a stable one.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
         self,
         capacity_chunks: int,
-        max_copy_share: float = 0.5,
+        max_copy_share: float = 0.7,
         *,
         digest: Callable[[bytes], int] = hash,
     ) -> None:
         if capacity_chunks < 1:
-            raise ValueError(f"capacity_chunks={capacity_chunks}: at least 1")
+            raise ValueError(f"capacity_chunks={capacity_chunks}: must be at least 1")
         if not 0.0 <= max_copy_share <= 1.0:
-            raise ValueError(f"max_copy_share={max_copy_share}: between 0 and 1")
+            raise ValueError(f"max_copy_share={max_copy_share}: must be between 0 and 1")
+        self.capacity_chunks = capacity_chunks
         self.max_copy_share = max_copy_share
         self._digest = digest
-        self._marks = bytearray(_power_of_two(capacity_chunks * _HIT_CELLS_PER_CHUNK))
-        self._mark_mask = len(self._marks) - 1
-        self._ghosts = array("Q", bytes(8 * _power_of_two(capacity_chunks * _GHOSTS_PER_CHUNK)))
-        self._ghost_mask = len(self._ghosts) - 1
-
-    def on_hit(self, key: bytes) -> None:
-        """A look-up or load found the chunk, or a store of it found it already held."""
-        self._marks[self._digest(key) & self._mark_mask] = 1
+        self._marks = _Marks(capacity_chunks)
+        self._ghosts = _Ghosts(capacity_chunks)
+        self._written = 0
+        self._period = 0
+        self._hits: deque[bytes] = deque(maxlen=_HITS_WAITING)
+        #: on_hit(key): a look-up found the chunk, or a store of it found it already held.
+        #: It runs on vLLM's scheduler thread and without a lock, so it is one C call that
+        #: takes note of the key; the mark follows before the next decision.
+        self.on_hit: Callable[[bytes], None] = self._hits.append
 
     def on_store(self, key: bytes) -> None:
-        """The chunk was written for the first time (not: moved). A returning ghost is hot."""
+        """The chunk was written for the first time (not: moved)."""
+        self._settle_hits()
+        self._advance()
         digest = self._digest(key)
-        self._marks[digest & self._mark_mask] = self._take_ghost(digest)
+        if self._ghosts.take(digest):
+            self._marks.put(digest, _ONE_HIT | self._period)
 
     def on_removed(self, key: bytes) -> None:
-        """The chunk is gone for a reason other than age (corrupt, deleted by others)."""
-        self._marks[self._digest(key) & self._mark_mask] = 0
+        """The chunk is gone for another reason than age (corrupt, deleted by others)."""
+        self._settle_hits()
+        self._marks.discard(self._digest(key))
 
     def choose_copies(self, victim_keys: Sequence[bytes], room_chunks: int) -> list[bytes]:
         """The chunks worth moving out of a segment that is about to go, in the order given.
 
         Args:
             victim_keys: the victim's chunks that the index still places there, in disk order
-                (prefix order within a job).
+                (prefix order within a job: what is cut off at the end is the suffix).
             room_chunks: how many chunks the open segment can still take.
         """
+        self._settle_hits()
         most = min(room_chunks, int(self.max_copy_share * len(victim_keys)))
-        marks, mask, digest = self._marks, self._mark_mask, self._digest
-        hot = [key for key in victim_keys if marks[digest(key) & mask]]
-        return hot[: max(most, 0)]
+        worth = [key for key in victim_keys if self._is_worth_a_copy(key)]
+        return worth[: max(most, 0)]
 
     def on_moved(self, keys: Iterable[bytes]) -> None:
-        """The chunks were copied and have used up their second chance."""
+        """The chunks were copied: half their count is used up, the time of the hit stays."""
+        self._settle_hits()
         for key in keys:
-            self._marks[self._digest(key) & self._mark_mask] = 0
+            self._advance()
+            digest = self._digest(key)
+            mark = self._marks.get(digest)
+            if mark < _TWO_HITS:
+                self._marks.discard(digest)
+            else:
+                self._marks.put(digest, (mark >> 1) & _MOST_HITS | mark & _PERIOD)
 
     def on_evicted(self, keys: Iterable[bytes]) -> None:
-        """The chunks went with their segment; remember them as ghosts."""
+        """The chunks went with their segment; they are ghosts from now on."""
+        self._settle_hits()
         for key in keys:
             digest = self._digest(key)
-            self._marks[digest & self._mark_mask] = 0
-            self._ghosts[digest & self._ghost_mask] = digest & 0xFFFFFFFFFFFFFFFF
+            self._marks.discard(digest)
+            self._ghosts.add(digest)
 
-    def _take_ghost(self, digest: int) -> bool:
-        cell = digest & self._ghost_mask
-        found = self._ghosts[cell] == digest & 0xFFFFFFFFFFFFFFFF
+    def _is_worth_a_copy(self, key: bytes) -> bool:
+        mark = self._marks.get(self._digest(key))
+        age = (self._period - mark) & _PERIOD
+        return mark >= _TWO_HITS or (mark >= _ONE_HIT and age <= _YOUNG_PERIODS)
+
+    def _settle_hits(self) -> None:
+        while self._hits:
+            digest = self._digest(self._hits.popleft())
+            mark = self._marks.get(digest)
+            # Look-ups repeat while a request waits: within a period they are one hit.
+            if not mark or mark & _PERIOD != self._period:
+                count = min((mark & _MOST_HITS) + _ONE_HIT, _MOST_HITS)
+                self._marks.put(digest, count | self._period)
+
+    def _advance(self) -> None:
+        self._written += 1
+        periods = self._written * _PERIODS_PER_RESIDENCY // self.capacity_chunks
+        self._period = periods & _PERIOD
+
+
+class _Marks:
+    """digest -> byte, in two 32-bit cells (24 bits of tag, the byte) per chunk of capacity.
+
+    A digest's cell is one of `_PROBES` next to each other; when others have taken them all,
+    the first is overwritten.
+    """
+
+    _PROBES = 8
+    _TAG = 0xFFFFFF00
+
+    def __init__(self, capacity: int) -> None:
+        self._homes = 2 * capacity
+        # Out of a bytearray, whose zero pages take no memory until they are written.
+        self._cells = memoryview(bytearray(4 * (self._homes + self._PROBES))).cast("I")
+
+    def get(self, digest: int) -> int:
+        """The byte, 0 if there is none."""
+        cell = self._find(digest, self._tag(digest))
+        return 0 if cell is None else self._cells[cell] & 0xFF
+
+    def put(self, digest: int, value: int) -> None:
+        tag = self._tag(digest)
+        cell = self._find(digest, tag)
+        if cell is None:
+            cell = self._find(digest, 0)
+        if cell is None:
+            cell = digest % self._homes
+        self._cells[cell] = tag | value
+
+    def discard(self, digest: int) -> None:
+        cell = self._find(digest, self._tag(digest))
+        if cell is not None:
+            self._cells[cell] = 0
+
+    def _tag(self, digest: int) -> int:
+        return (digest >> 32 & self._TAG) or 0x100  # 0 is the empty cell
+
+    def _find(self, digest: int, tag: int) -> int | None:
+        home = digest % self._homes
+        for cell in range(home, home + self._PROBES):
+            if self._cells[cell] & self._TAG == tag:
+                return cell
+        return None
+
+
+class _Ghosts:
+    """A set of digests in 4 bytes per chunk of capacity.
+
+    Every digest has one cell and overwrites what is there: old ghosts fade at random, which
+    bounds the set without a queue.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._cells = memoryview(bytearray(4 * capacity)).cast("I")
+
+    def add(self, digest: int) -> None:
+        self._cells[digest % len(self._cells)] = self._tag(digest)
+
+    def take(self, digest: int) -> bool:
+        """Remove the digest; says whether it was there."""
+        cell = digest % len(self._cells)
+        found = self._cells[cell] == self._tag(digest)
         if found:
-            self._ghosts[cell] = 0
+            self._cells[cell] = 0
         return found
 
-
-def _power_of_two(at_least: int) -> int:
-    return 1 << max(at_least - 1, 1).bit_length()
+    def _tag(self, digest: int) -> int:
+        return (digest >> 32 & 0xFFFFFFFF) or 1  # 0 is the empty cell
