@@ -285,7 +285,7 @@ class ODirectFsTier(SecondaryTierManager):
                 f"disk tier: an I/O thread did not end within {_SHUTDOWN_SECONDS:.0f} s; "
                 "the CPU pool stays mapped until the kernel returns"
             )
-        self._results.extend(self.get_finished_jobs())
+        self._results = list(self.get_finished_jobs())
         for job_id in sorted(self._open_jobs):
             self._finish(job_id, success=False)
         self._open_jobs.clear()

@@ -51,23 +51,30 @@ class StateWatch:
     def _compare(self, before: RootStats, now: RootStats) -> None:
         path, log = now.path, self._log
         if now.paused != before.paused:
-            if now.paused is None:
-                log.info(("stores", path), "%s: stores resumed", path)
-            else:
-                log.warning(
-                    ("stores", path), "%s: stores paused: %s; loads go on", path, now.paused
-                )
-        if now.stalled != before.stalled:
-            if now.stalled:
-                log.warning(
-                    ("stall", path),
-                    "%s: no operation has ended for a while; look-ups answer MISS until one "
-                    "does",
-                    path,
-                )
-            else:
-                log.info(("stall", path), "%s: the disk moves again", path)
-        if before.direct_io and not now.direct_io:
+            self._say_paused(path, now.paused)
+        if now.stalled and not before.stalled:
             log.warning(
-                ("direct", path), "%s: direct I/O was refused; buffered from now on", path
+                ("stall", path),
+                "%s: no operation ends; look-ups answer MISS until one does",
+                path,
+            )
+        elif before.stalled and not now.stalled:
+            log.info(("moves", path), "%s: operations end again", path)
+        for direction in ("read", "write"):
+            field = f"direct_{direction}"
+            if getattr(before, field) and not getattr(now, field):
+                log.warning(
+                    (field, path),
+                    "%s: direct %s was refused; buffered from now on",
+                    path,
+                    direction,
+                )
+
+    def _say_paused(self, path: str, reason: str | None) -> None:
+        # Not one topic: the end of a pause must not be hidden by its start.
+        if reason is None:
+            self._log.info(("resumed", path), "%s: stores resumed", path)
+        else:
+            self._log.warning(
+                ("paused", path), "%s: stores paused: %s; loads go on", path, reason
             )

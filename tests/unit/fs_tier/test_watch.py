@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a disk's state reach the log, once each."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_tiered_offload.fs_tier.banner import banner
+from vllm_tiered_offload.fs_tier.watch import StateWatch
+from vllm_tiered_offload.ratelog import RateLimitedLog
+
+
+@dataclass(frozen=True)
+class Root:
+    path: str = "/kv"
+    paused: str | None = None
+    stalled: bool = False
+    direct_read: bool = True
+    direct_write: bool = True
+
+
+class Disk:
+    """A watched disk whose state the test sets; one tick a second."""
+
+    def __init__(self) -> None:
+        self.roots = [Root()]
+        self.now = 0.0
+        log = RateLimitedLog(logging.getLogger("watch-test"), clock=lambda: self.now)
+        self.watch = StateWatch(
+            lambda: SimpleNamespace(roots=tuple(self.roots)), log, clock=lambda: self.now
+        )
+
+    def becomes(self, seconds: float = 1.0, **state: object) -> None:
+        self.roots = [dataclasses.replace(root, **state) for root in self.roots]
+        self.now += seconds
+        self.watch.tick()
+
+
+@pytest.fixture
+def disk(caplog: pytest.LogCaptureFixture) -> Disk:
+    caplog.set_level(logging.INFO)
+    return Disk()
+
+
+def test_a_steady_disk_is_silent(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        disk.becomes()
+    assert not caplog.records
+
+
+def test_a_full_disk_is_reported_once_and_its_end_too(
+    disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        disk.becomes(paused="disk full (ENOSPC)")
+    disk.becomes(paused=None)
+    messages = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert messages == [
+        ("WARNING", "/kv: stores paused: disk full (ENOSPC); loads go on"),
+        ("INFO", "/kv: stores resumed"),
+    ]
+
+
+def test_a_flapping_disk_is_thinned_out(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    for n in range(40):
+        disk.becomes(stalled=n % 2 == 0)
+    assert len(caplog.records) == 2
+    disk.becomes(seconds=60, stalled=True)
+    assert "19 similar lines suppressed" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_the_loss_of_direct_io_is_reported(
+    disk: Disk, caplog: pytest.LogCaptureFixture, direction: str
+) -> None:
+    disk.becomes(**{f"direct_{direction}": False})
+    assert f"direct {direction}" in caplog.text
+
+
+def test_ticks_within_a_second_cost_no_look(disk: Disk) -> None:
+    disk.watch.tick()
+    disk.roots = []
+    disk.becomes(seconds=0.5)  # would fail on nothing to replace, had it looked
+    disk.roots = [Root(path="/other", stalled=True)]
+    disk.becomes(seconds=1)  # a root never seen before is not a change
+
+
+def test_the_banner_names_namespace_facts_and_roots() -> None:
+    namespace = SimpleNamespace(fingerprint="ab" * 20, private=True)
+    facts = {
+        "chunk_bytes": 4096,
+        "roots": [
+            {"path": "/nvme0", "direct_io": True, "recovery_seconds": 0.012345},
+            {"path": "/nvme1", "direct_io": False},
+        ],
+    }
+    lines = banner("1:odirect_fs", facts, SimpleNamespace(namespace=namespace))
+    assert lines == [
+        "disk tier 1:odirect_fs: namespace abababababababab, private to this process",
+        "  chunk bytes 4096",
+        "  path /nvme0, direct io yes, recovery seconds 0.0123",
+        "  path /nvme1, direct io no",
+    ]
