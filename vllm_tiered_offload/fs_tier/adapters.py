@@ -58,8 +58,8 @@ def adapter_of(req_context: Any) -> int | None:
 def salted(key: bytes, adapter_id: int) -> bytes:
     """The key under which this process, and no other, keeps an adapter's chunk.
 
-    Same length and same group as `key`. Two keys of one adapter never meet: the pad is
-    the same for all of its keys.
+    Same length and same group as `key`, and its own inverse: salted twice it is `key`.
+    Two keys of one adapter never meet, since all are masked alike.
     """
     size = len(key) - _GROUP_BYTES
     pad = _pad(adapter_id, size)

@@ -26,7 +26,8 @@ from vllm_tiered_offload.store import Namespace
 FORMAT_VERSION = 1
 FINGERPRINT_DIGITS = 40
 
-# Fields of the fingerprint that the workers report; README and manifest use the words.
+# Fields of the fingerprint that the workers report, then those known without them. The
+# manifest carries the words.
 FACTS: dict[str, str] = {
     "vllm": "vLLM's major.minor version",
     "weights": "the model's weights",
@@ -39,13 +40,28 @@ FACTS: dict[str, str] = {
     "layers": "KV spec, attention backend and, on CPUs, instruction set of each layer",
     "pages": "which pages make up a block",
     "draft": "the draft model and its method",
+    "draft_weights": "the draft model's weights",
     "multimodal": "how images, audio and video become tokens",
     "platform": "the platform and its number formats",
     "interleave": "how context parallelism deals out tokens",
 }
+_LAYOUT_WORDS: dict[str, str] = {
+    "format_version": "what a fingerprint and a chunk on disk mean",
+    "tokens_per_hash": "tokens covered by one block hash",
+    "blocks_per_chunk": "blocks in one chunk",
+    "chunk_bytes": "bytes of one chunk, padding included",
+    "groups": "KV cache groups: id, tokens per block, layers",
+    "topology": "numbers of ranks by kind of parallelism",
+    "replicated": "one copy for all ranks, since all hold the same bytes",
+    "canonical": "vLLM's canonical layout; its pages where every layer is certified portable",
+    "cache_namespace": "the tier's key of that name",
+    "private": "random: of one process alone",
+}
+# All ranks load the same files, so only the first one looks at them.
+_OF_FIRST_RANK = frozenset({"weights", "draft_weights"})
 # Of a layer's KV spec, what depends on the number of ranks. Left out in the portable
 # layout, where the page of all ranks together counts instead.
-_PER_RANK_SPEC = frozenset({"num_kv_heads", "num_heads", "page_size_padded"})
+_PER_RANK_SPEC = frozenset({"num_kv_heads", "num_head_slots", "page_size_padded"})
 
 
 class IdentityError(ValueError):
@@ -226,8 +242,7 @@ def _joined(facts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     joined: dict[str, object] = {}
     for name in FACTS:
         values = [_plain(rank.get(name)) for rank in facts]
-        # All ranks load the same files; only the first one looks at them.
-        agreed = name == "weights" or all(value == values[0] for value in values)
+        agreed = name in _OF_FIRST_RANK or all(value == values[0] for value in values)
         joined[name] = values[0] if agreed else {"by_rank": values}
     return joined
 
@@ -237,7 +252,7 @@ def _unknown(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     for index, rank in enumerate(facts):
         why = _mapping(rank.get("unknown"))
         for name, words in FACTS.items():
-            if name not in rank and (index == 0 or name != "weights"):
+            if name not in rank and (index == 0 or name not in _OF_FIRST_RANK):
                 missing.setdefault(name, f"{words} ({why.get(name, 'not reported')})")
     return list(missing.values())
 
@@ -299,7 +314,7 @@ def _manifest(fields: Mapping[str, object], about: Mapping[str, object]) -> dict
     return {
         "format": FORMAT_VERSION,
         "fields": _plain(fields),
-        "meaning": {name: words for name, words in FACTS.items() if name in fields},
+        "meaning": {name: {**FACTS, **_LAYOUT_WORDS}[name] for name in fields},
         "about": _plain(about),
     }
 

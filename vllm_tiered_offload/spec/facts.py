@@ -20,7 +20,6 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Mapping
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +55,7 @@ def collect_facts(spec: Any, kv_caches: CanonicalKVCaches) -> dict[str, Any]:
     if rank == 0:
         # All ranks load the same files; one of them is enough to look at them.
         collectors["weights"] = lambda: _weights(config, facts)
+        collectors["draft_weights"] = lambda: model_facts.draft_weights(config)
     for name, collect in collectors.items():
         try:
             facts[name] = collect()
@@ -158,26 +158,21 @@ def _isa(config: VllmConfig, layer: Any, spec: Any) -> str | None:
 
 def describe(value: Any) -> Any:
     """A KV spec (a tree of dataclasses) as plain data; its class is its `kind`."""
+    found: Any = str(value)  # torch dtypes, fractions
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
-    if value is None or isinstance(value, (bool, int, float, str)) and not _is_enum(value):
-        return value
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, Fraction):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): describe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [describe(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(describe(item)) for item in value)
-    return str(value)  # torch dtypes
-
-
-def _is_enum(value: Any) -> bool:
-    return isinstance(value, enum.Enum)
+        found = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        found["kind"] = type(value).__name__
+    elif isinstance(value, enum.Enum):  # before int: some of them are integers too
+        found = value.name
+    elif value is None or isinstance(value, (bool, int, float)):
+        found = value
+    elif isinstance(value, Mapping):
+        found = {str(key): describe(item) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        found = [describe(item) for item in value]
+    elif isinstance(value, (set, frozenset)):
+        found = sorted(str(describe(item)) for item in value)
+    return found
 
 
 def _pages(kv_caches: CanonicalKVCaches) -> dict[str, Any]:
@@ -254,7 +249,7 @@ def _lora_path_in_keys() -> bool:
     from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 
     probe = SimpleNamespace(lora_request=SimpleNamespace(lora_name="name", lora_path="path"))
-    return "path" in repr(_gen_lora_extra_hash_keys(probe))  # type: ignore[arg-type]
+    return "path" in repr(_gen_lora_extra_hash_keys(probe))
 
 
 def _hashing(cache: Any) -> dict[str, Any]:

@@ -188,28 +188,31 @@ def multimodal(config: Any) -> dict[str, Any] | None:
 
 
 def draft(speculative: Any) -> dict[str, Any] | None:
-    """Draft model and method: layers of a draft keep their KV in the same chunks.
-
-    Raises what `weights` raises: a draft that cannot be identified.
-    """
+    """Draft model and method: layers of a draft keep their KV in the same chunks."""
     if speculative is None:
         return None
     found: dict[str, Any] = {"method": str(speculative.method)}
     config = speculative.draft_model_config
     if config is not None:
-        load = getattr(speculative, "draft_load_config", None)
         found["model"] = model(config)
         found["quantization"] = quantization(config)
-        found["dtype"] = str(config.dtype)
-        found["weights"] = weights(config, load or _PlainLoad()).identity
+        found["dtype"] = str(config.dtype).removeprefix("torch.")
     return found
 
 
-class _PlainLoad:
-    """A draft without a load configuration of its own comes from its directory."""
+def draft_weights(config: Any) -> dict[str, Any] | str | None:
+    """The draft's weights, where it is not the model itself (n-gram, MTP).
 
-    load_format = "auto"
-    download_dir = None
+    Raises what `weights` raises.
+    """
+    speculative, target = config.speculative_config, config.model_config
+    drafted = None if speculative is None else speculative.draft_model_config
+    if drafted is None:
+        return None
+    if (drafted.model, drafted.revision) == (target.model, target.revision):
+        return "the model's own"
+    load = getattr(speculative, "draft_load_config", None) or config.load_config
+    return weights(drafted, load).identity
 
 
 def never_shared(config: Any) -> list[str]:
@@ -224,6 +227,8 @@ def _cleaned(value: Any) -> Any:
         return {k: _cleaned(v) for k, v in value.items() if str(k) not in _NOT_THE_MODEL}
     if isinstance(value, (list, tuple)):
         return [_cleaned(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))  # a set's own order changes from process to process
     return value
 
 

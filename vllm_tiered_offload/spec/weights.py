@@ -41,6 +41,7 @@ _FILES_LIMIT = 20000
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Read in full: they decide what the weights mean (configuration, remote code).
 _MEANING = (".json", ".py")
+_MEANING_LIMIT = 16 << 20  # of each, should somebody keep data there
 _IRRELEVANT = re.compile(
     r"(tokenizer.*|special_tokens_map|added_tokens|vocab|merges|chat_template|"
     r"generation_config|trainer_state|all_results|.*_results|README)\.json"
@@ -161,7 +162,8 @@ def _work(files: Sequence[_File]) -> Iterator[tuple[_File, list[tuple[int, int]]
         sampled = _sample({file.name: _sections(file) for file in weights})
     for file in files:
         batch: list[tuple[int, int]] = []
-        for offset, length in sampled.get(file.name, [(0, file.size)]):
+        whole = file.size if file.is_weights else min(file.size, _MEANING_LIMIT)
+        for offset, length in sampled.get(file.name, [(0, whole)]):
             for start in range(offset, offset + length, _READ):
                 batch.append((start, min(_READ, offset + length - start)))
                 if sum(size for _, size in batch) >= _READ or len(batch) >= _BATCH:
