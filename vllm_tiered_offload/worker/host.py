@@ -87,7 +87,12 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def _submit(
         self, lane: str, job_id: int, blocks: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> bool:
+        if self._closed:
+            raise RuntimeError(f"transfer {job_id} after shutdown")
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        if len(blocks.group_sizes) != len(self._groups):
+            given, known = len(blocks.group_sizes), len(self._groups)
+            raise ValueError(f"transfer {job_id} has {given} KV groups, the cache has {known}")
         plan.check_range("block", blocks.block_ids, self._num_blocks)
         plan.check_range("chunk", chunks.block_ids, self._num_chunks)
         parts = plan.spans(
@@ -98,8 +103,6 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             self._blocks_per_chunk,
         )
         with self._changed:
-            if self._closed:
-                raise RuntimeError(f"transfer {job_id} after shutdown")
             self._pending.add(job_id)
         self._lanes[lane].submit(lambda: self._run(lane, job_id, parts))
         return True
@@ -144,8 +147,7 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Finish what was submitted, then release the pool; may be called twice."""
-        with self._changed:
-            self._closed = True
+        self._closed = True
         for lane in self._lanes.values():
             lane.close()
         self._groups.clear()
