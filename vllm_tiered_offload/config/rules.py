@@ -80,11 +80,17 @@ def _size_from_text(text: str) -> int:
 
 def format_size(size: int) -> str:
     """The shortest exact text for `size`, which `parse_size` reads back: `"16MiB"`."""
-    for letter in "EPTGMK":
-        unit = _UNITS[f"{letter.lower()}ib"]
-        if size and size % unit == 0:
-            return f"{size // unit}{letter}iB"
-    return str(size)
+    fits = [
+        (size // unit, name)
+        for letter in "eptgmk"
+        for name in (f"{letter}ib", f"{letter}b")
+        if size and size % (unit := _UNITS[name]) == 0
+    ]
+    if not fits:
+        return str(size)
+    number, name = min(fits)
+    letters = f"{name[0].upper()}iB" if len(name) == 3 else f"{name[0].upper()}B"
+    return f"{number}{letters}"
 
 
 class Rule(Protocol):

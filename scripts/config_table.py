@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of configuration keys for the README, generated from the settings.
+
+python scripts/config_table.py            print the tables
+python scripts/config_table.py --write    put them between the markers in README.md
+python scripts/config_table.py --check    exit 1 if README.md has others
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from vllm_tiered_offload.config import FsTierSettings, SpecSettings, format_size
+from vllm_tiered_offload.config.model import Settings, rule_of
+from vllm_tiered_offload.config.rules import Object, Untouched
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BEGIN = "<!-- config-table:begin (scripts/config_table.py --write) -->"
+END = "<!-- config-table:end -->"
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    if field.default is None or field.default == ():
+        return "-"
+    if rule_of(field).unit == "bytes":
+        return f"`{json.dumps(format_size(field.default))}`"
+    if isinstance(field.default, float):
+        return f"`{field.default:g}`"
+    return f"`{json.dumps(field.default)}`"
+
+
+def is_vllms(field: FieldInfo) -> bool:
+    return isinstance(rule_of(field), Untouched | Object)
+
+
+def rows(settings: type[Settings], *, vllms: bool) -> Iterator[str]:
+    for name, field in settings.model_fields.items():
+        if is_vllms(field) != vllms:
+            continue
+        rule = rule_of(field)
+        if vllms:
+            yield f"| `{name}` | {field.description} |"
+        else:
+            allowed = rule.allowed.replace("|", "\\|")
+            unit = rule.unit or "-"
+            yield (
+                f"| `{name}` | {unit} | {default_of(field)} | {allowed} | {field.description} |"
+            )
+
+
+def tables() -> str:
+    head = ["| key | unit | default | allowed | what it does |", "|---|---|---|---|---|"]
+    lines = ["Keys of `kv_connector_extra_config`:", "", *head]
+    lines += rows(SpecSettings, vllms=False)
+    lines += ["", 'Keys of a tier with `"type": "odirect_fs"`:', "", *head]
+    lines += rows(FsTierSettings, vllms=False)
+    lines += [
+        "",
+        "Read by vLLM itself and passed on untouched:",
+        "",
+        "| key of `kv_connector_extra_config` | what it does |",
+        "|---|---|",
+        *rows(SpecSettings, vllms=True),
+        "",
+        'Sizes are bytes or strings with a unit: `"32GiB"` (1024), `"500GB"` (1000). '
+        "Unknown keys are refused. Each tier may have `backpressure` of its own.",
+    ]
+    return "\n".join(lines)
+
+
+def replaced(text: str) -> str:
+    """`text` with the tables between its markers; SystemExit if it has none."""
+    before, found, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found or not found_end:
+        sys.exit(f"{README.name} has no markers; add these two lines:\n{BEGIN}\n{END}")
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true")
+    mode.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    if not (arguments.check or arguments.write):
+        print(tables())
+        return
+    old = README.read_text()
+    new = replaced(old)
+    if arguments.write:
+        README.write_text(new)
+    elif new != old:
+        sys.exit("README.md: the tables of keys are stale; run scripts/config_table.py --write")
+
+
+if __name__ == "__main__":
+    main()
