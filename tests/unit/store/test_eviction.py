@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The eviction policy: which chunks it saves, what it forgets, and how close it is to LRU."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_tiered_offload.store.eviction import SecondChance
+
+CAPACITY = 800
+PERIOD = CAPACITY // 8  # chunks written per period of the policy
+
+
+def key_of(number: int) -> bytes:
+    return xxhash.xxh3_128_digest(number.to_bytes(8, "little")) * 2 + bytes(4)
+
+
+def make_policy(capacity: int = CAPACITY, max_copy_share: float = 1.0) -> SecondChance:
+    return SecondChance(capacity, max_copy_share, digest=xxhash.xxh3_64_intdigest)
+
+
+def write_others(policy: SecondChance, count: int, start: int = 1_000_000) -> None:
+    for number in range(start, start + count):
+        policy.on_store(key_of(number))
+
+
+def survivors(policy: SecondChance, keys: Sequence[bytes]) -> list[bytes]:
+    return policy.choose_copies(keys, len(keys))
+
+
+A, B, C, D = (key_of(number) for number in range(4))
+
+
+def test_a_chunk_never_hit_is_not_copied() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    assert survivors(policy, [A]) == []
+
+
+def test_a_chunk_hit_in_the_younger_half_of_its_residency_is_copied() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    write_others(policy, 5 * PERIOD)
+    policy.on_hit(A)
+    write_others(policy, 3 * PERIOD)
+    assert survivors(policy, [A]) == [A]
+
+
+def test_a_chunk_hit_once_and_long_ago_is_not_copied() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    policy.on_hit(A)
+    write_others(policy, 7 * PERIOD)
+    assert survivors(policy, [A]) == []
+
+
+def test_a_chunk_hit_in_two_periods_is_copied_however_long_ago() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    policy.on_hit(A)
+    write_others(policy, PERIOD)
+    policy.on_hit(A)
+    write_others(policy, 6 * PERIOD)
+    assert survivors(policy, [A]) == [A]
+
+
+def test_look_ups_that_repeat_within_a_period_are_one_hit() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    for _ in range(100):
+        policy.on_hit(A)
+    write_others(policy, 7 * PERIOD)
+    assert survivors(policy, [A]) == []
+
+
+def test_a_copy_uses_up_a_single_hit() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    policy.on_hit(A)
+    policy.on_moved([A])
+    assert survivors(policy, [A]) == []
+
+
+def test_copies_halve_the_count() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    for _ in range(4):
+        policy.on_hit(A)
+        write_others(policy, PERIOD)
+    rounds = 0
+    while survivors(policy, [A]) and rounds < 10:
+        policy.on_moved([A])
+        write_others(policy, 8 * PERIOD)
+        rounds += 1
+    assert rounds == 2  # 4 hits, then 2, then 1, which is old by then
+
+
+def test_a_chunk_that_returns_soon_after_its_eviction_needs_one_hit_at_any_time() -> None:
+    policy = make_policy()
+    policy.on_evicted([A])
+    for key in (A, B):
+        policy.on_store(key)
+    write_others(policy, PERIOD)
+    policy.on_hit(A)
+    policy.on_hit(B)
+    write_others(policy, 6 * PERIOD)
+    assert survivors(policy, [A, B]) == [A]
+
+
+def test_an_evicted_chunk_leaves_no_mark() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    policy.on_hit(A)
+    policy.on_evicted([A])
+    assert survivors(policy, [A]) == []
+
+
+def test_a_removed_chunk_leaves_neither_mark_nor_ghost() -> None:
+    policy = make_policy()
+    policy.on_store(A)
+    policy.on_hit(A)
+    policy.on_removed(A)
+    policy.on_store(A)
+    assert survivors(policy, [A]) == []
+
+
+def test_old_ghosts_fade() -> None:
+    policy = make_policy()
+    policy.on_evicted([key_of(number) for number in range(1000)])
+    policy.on_evicted([key_of(number) for number in range(10_000, 20_000)])
+    for number in range(1000):
+        policy.on_store(key_of(number))
+    assert survivors(policy, [key_of(number) for number in range(1000)]) == []
+
+
+def test_copies_are_bounded_by_room_and_by_share_and_keep_their_order() -> None:
+    keys = [key_of(number) for number in range(40)]
+    for share, room, most in (
+        (1.0, 40, 40),
+        (0.5, 40, 20),
+        (0.5, 7, 7),
+        (0.0, 40, 0),
+        (1.0, -1, 0),
+    ):
+        policy = make_policy(max_copy_share=share)
+        for key in keys:
+            policy.on_store(key)
+            policy.on_hit(key)
+        assert policy.choose_copies(keys, room) == keys[:most]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("hsrmeL"), st.integers(0, 30)), max_size=200),
+    st.integers(1, 40),
+    st.floats(0, 1),
+    st.integers(0, 40),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_sequence_of_calls_gives_an_ordered_bounded_choice(
+    calls: list[tuple[str, int]], capacity: int, share: float, room: int
+) -> None:
+    policy = make_policy(capacity, share)
+    for name, number in calls:
+        key = key_of(number)
+        if name == "L":
+            write_others(policy, number)
+        else:
+            {
+                "h": policy.on_hit,
+                "s": policy.on_store,
+                "r": policy.on_removed,
+                "m": lambda key: policy.on_moved([key]),
+                "e": lambda key: policy.on_evicted([key]),
+            }[name](key)
+    victim = [key_of(number) for number in range(31)]
+    chosen = policy.choose_copies(victim, room)
+    assert chosen == [key for key in victim if key in set(chosen)]
+    assert len(chosen) <= min(room, share * len(victim))
+
+
+def test_memory_does_not_grow_with_the_keys_that_pass() -> None:
+    tracemalloc.start()
+    try:
+        policy = SecondChance(1000)
+        at_start, _ = tracemalloc.get_traced_memory()
+        for number in range(10_000):
+            key = key_of(number)
+            policy.on_store(key)
+            policy.on_hit(key)
+            policy.on_evicted([key])
+        at_end, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert at_start < 1000 * 12 + 4096
+    assert at_end - at_start < 4096
+
+
+def test_hits_that_nothing_follows_are_bounded() -> None:
+    policy = make_policy()
+    tracemalloc.start()
+    try:
+        for number in range(100_000):
+            policy.on_hit(key_of(number))
+        now, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 65_536 * 150
+
+
+def test_marks_are_exact_when_every_chunk_of_the_root_is_hot() -> None:
+    policy = make_policy(capacity=20_000)
+    keys = [key_of(number) for number in range(20_000)]
+    for key in keys:
+        policy.on_hit(key)
+    assert len(survivors(policy, keys)) >= 0.99 * len(keys)
+    assert len(survivors(policy, [key_of(n) for n in range(30_000, 50_000)])) <= 20
+
+
+def test_the_default_digest_needs_no_particular_keys() -> None:
+    policy = SecondChance(100)
+    keys = [f"key-{number:08}".encode() for number in range(50)]
+    for key in keys:
+        policy.on_hit(key)
+    assert len(survivors(policy, keys)) >= 34  # 70 % of them
+
+
+@pytest.mark.parametrize(
+    ("capacity", "share", "named"),
+    [
+        (0, 0.5, "capacity_chunks=0"),
+        (5, -0.1, "max_copy_share=-0.1"),
+        (5, 1.1, "max_copy_share"),
+    ],
+)
+def test_bad_arguments_are_named(capacity: int, share: float, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        SecondChance(capacity, share)
+
+
+# --- against exact LRU, on a generated trace --------------------------------------------------
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    import _simulation
+
+    monkeypatch.delitem(sys.modules, "_simulation")
+    return _simulation
+
+
+@pytest.mark.parametrize("share_of_distinct", [0.05, 0.10, 0.20, 0.40])
+def test_hits_are_those_of_exact_lru(simulation: ModuleType, share_of_distinct: float) -> None:
+    """Over three traces together: a single small one is off by a percent either way."""
+    lru, ours = simulation.Outcome(), simulation.Outcome()
+    for seed in range(3):
+        trace = simulation.make_conversations(3000, seed)
+        capacity = int(share_of_distinct * simulation.distinct_chunks(trace))
+        lru += simulation.replay_lru(trace, capacity)
+        ours += simulation.replay_segments(trace, capacity)
+    assert ours.lookups == lru.lookups
+    assert ours.hits >= 0.97 * lru.hits
+    assert ours.writes <= 1.5 * lru.writes
+
+
+def test_without_copies_the_hits_are_far_from_lru(simulation: ModuleType) -> None:
+    trace = simulation.make_conversations(4000, seed=7)
+    capacity = int(0.10 * simulation.distinct_chunks(trace))
+    lru = simulation.replay_lru(trace, capacity)
+    fifo = simulation.replay_segments(trace, capacity, make_policy(capacity, 0.0))
+    assert fifo.moved == 0
+    assert fifo.hits < 0.9 * lru.hits
+
+
+def test_the_simulated_disk_never_holds_more_than_its_capacity(simulation: ModuleType) -> None:
+    capacity = 640
+    disk = simulation.SimulatedDisk(capacity, make_policy(capacity))
+    for request in simulation.make_conversations(300, seed=1):
+        disk.serve(request)
+        held = sum(len(segment) for segment in disk._sealed) + len(disk._open)
+        assert held <= capacity
+        assert len(disk._index) <= held
