@@ -2,7 +2,7 @@
 """vLLM's tiering manager with promotions that end.
 
 A subclass, nothing is patched. It adds pins, patience and batched promotions
-(`pins.py` decides, this file carries it out), a reset after which requests that
+(`room.py` and `pins.py` decide, this file carries it out), a reset after which requests that
 were alive store nothing, and callbacks that may come late, twice or for a
 request that is gone. Everything else, above all the cascade and the job
 tracking, is vLLM's own.
@@ -13,7 +13,7 @@ All methods run in the scheduler, under vLLM's manager lock where it has one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -29,12 +29,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
-    PendingPromotion,
     TieringOffloadingManager,
 )
 
 from vllm_tiered_offload.compat import call
-from vllm_tiered_offload.pins import Admission, PinBook, PinSettings, Verdict
+from vllm_tiered_offload.pins import Admission, PinBook, PinSettings
+from vllm_tiered_offload.promotion import enlist, free_chunks, group_count, reserve
+from vllm_tiered_offload.room import Room, Verdict
 from vllm_tiered_offload.transfers import OpenTransfers
 
 __all__ = ["PinSettings", "PinnedTieringManager"]
@@ -47,7 +48,7 @@ _FENCE_STEPS = 16
 _HAS_POSITIONS = hasattr(ReqContext, "get_offload_key_position")
 
 
-class PinnedTieringManager(TieringOffloadingManager):
+class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     """TieringOffloadingManager whose promotions are pinned, patient and batched.
 
     Args:
@@ -69,12 +70,9 @@ class PinnedTieringManager(TieringOffloadingManager):
         **vllm_kwargs: Any,
     ) -> None:
         # Before super().__init__, which may start a thread that looks keys up.
-        self._book = PinBook(
-            primary_tier._num_chunks,
-            pins or PinSettings(),
-            groups=_group_count(secondary_tiers),
-            clock=clock,
-        )
+        self._book = PinBook(pins or PinSettings(), clock)
+        groups = group_count(secondary_tiers)
+        self._room = Room(primary_tier._num_chunks, self._book, groups)
         self._transfers = OpenTransfers()
         self._asking: Admission | None = None
         self._told_to_wait = False
@@ -115,63 +113,35 @@ class PinnedTieringManager(TieringOffloadingManager):
         if self._fence or self._asking is None:
             return False
         position_of = req_context.get_offload_key_position if _HAS_POSITIONS else None
-        verdict = self._book.ask(self._asking, key, tier_idx, self._free_chunks(), position_of)
+        verdict = self._room.ask(
+            self._asking, key, tier_idx, free_chunks(self.primary_tier), position_of
+        )
         if verdict is Verdict.FULL:
             self._metrics.on_promotion_allocation_failure()
         self._told_to_wait = verdict is Verdict.WAIT
         return verdict is Verdict.TAKE
 
-    def _free_chunks(self) -> int:
-        pool = self.primary_tier
-        return pool._get_num_free_chunks() + pool._num_evictable_cache_chunks
-
     def _flush_pending_promotions(self) -> None:
         for admission in self._book.end_step():
-            hits = self._book.hits_to_pin(admission)
-            if hits:
-                self._pin(admission, hits)
-            queue = self._book.take_queue(admission)
-            if queue:
-                self._reserve(admission, queue)
+            self._pin(admission, self._room.pinnable_hits(admission))
+            tiers = self._book.drop_queue(admission)
+            # A store of this step may have taken room since they were queued.
+            keys = list(tiers)[: max(0, free_chunks(self.primary_tier))]
+            rows = reserve(self.primary_tier, admission.request, keys)
+            if rows:
+                self._book.launched(admission, rows)
+                enlist(self._pending_load_submissions, admission.request, rows, tiers)
+                self._note_sources(admission.request.req_id, rows, tiers)
         super()._flush_pending_promotions()
 
-    def _reserve(self, admission: Admission, queue: dict[OffloadKey, int]) -> None:
-        """One prepare_write for all of a request's keys of this step."""
-        context = admission.request
-        # A store of this step may have taken room since the keys were queued.
-        keys = list(queue)[: max(0, self._free_chunks())]
-        taken = None
-        while keys:
-            taken = self.primary_tier.prepare_write(keys, context)
-            if taken is not None:
-                break
-            keys = keys[: len(keys) // 2]  # the policy protects some chunks
-        if taken is None or not taken.keys_to_store:
-            return
-        self._book.launched(admission, taken.keys_to_store)
-        for key, chunk in zip(
-            taken.keys_to_store, taken.store_spec.chunk_ids.tolist(), strict=True
-        ):
-            pending = self._pending(queue[key], context)
-            pending.keys.append(key)
-            pending.chunk_ids.append(chunk)
-        self._note_sources(context.req_id, taken.keys_to_store, queue)
-
-    def _pending(self, tier_idx: int, context: ReqContext) -> PendingPromotion:
-        of_tier = self._pending_load_submissions.setdefault(tier_idx, {})
-        pending = of_tier.get(context.req_id)
-        if pending is None:
-            pending = of_tier[context.req_id] = PendingPromotion(req_context=context)
-        return pending
-
     def _note_sources(
-        self, req_id: str, keys: list[OffloadKey], queue: dict[OffloadKey, int]
+        self, req_id: str, keys: Iterable[OffloadKey], tiers: Mapping[OffloadKey, int]
     ) -> None:
-        """Where a hit came from, for vLLM's metrics (0.31 on)."""
+        """Where each hit came from, for vLLM's metrics (0.31 on)."""
         sources = getattr(self, "_request_load_sources", None)
         if sources is not None:
             of_tier = [tier.cache_hit_source for tier in self.secondary_tiers]
-            sources.setdefault(req_id, {}).update((key, of_tier[queue[key]]) for key in keys)
+            sources.setdefault(req_id, {}).update((key, of_tier[tiers[key]]) for key in keys)
 
     def _complete_promotion(self, job_metadata: Any, completed_job: Any) -> None:
         super()._complete_promotion(job_metadata, completed_job)
@@ -180,14 +150,15 @@ class PinnedTieringManager(TieringOffloadingManager):
         context = job.req_context
         admission = self._book.find(context.req_id, context)
         keys = self._book.landed(admission, job.keys, ok)
-        if admission is not None and keys:
+        if admission is not None:
             self._pin(admission, keys)
 
     # --- pins ---
 
     def _pin(self, admission: Admission, keys: list[OffloadKey]) -> None:
-        self.primary_tier.prepare_read(keys, admission.request)
-        self._book.pin(admission, keys)
+        if keys:
+            self.primary_tier.prepare_read(keys, admission.request)
+            self._book.pin(admission, keys)
 
     def _unpin(self, admission: Admission, keys: list[OffloadKey]) -> None:
         if keys:
@@ -197,7 +168,7 @@ class PinnedTieringManager(TieringOffloadingManager):
         """The request has started or ended: its pins go, its next try is a new one."""
         admission = self._book.find(req_context.req_id, req_context)
         if admission is not None:
-            self._unpin(admission, self._book.restart(admission))
+            self._unpin(admission, self._book.end_admission(admission))
         return admission
 
     def prepare_load(
@@ -281,7 +252,7 @@ class PinnedTieringManager(TieringOffloadingManager):
             state = self._req_state.get(req_id)
             if state is not None:
                 self._end_admission(state.req_context)
-        for admission in self._book.expired():
+        for admission in self._book.overdue():
             self._unpin(admission, self._book.release(admission))
         super().on_schedule_end(context)
         self._fence = max(0, self._fence - 1)
@@ -320,13 +291,3 @@ class PinnedTieringManager(TieringOffloadingManager):
             return
         self._shut = True
         super().shutdown()
-
-
-def _group_count(tiers: list[Any] | None) -> int:
-    """KV groups of the model, as the tiers' spec knows them; 1 if nobody does."""
-    for tier in tiers or ():
-        config = getattr(getattr(tier, "_offloading_spec", None), "config", None)
-        groups = getattr(config, "groups", None)
-        if groups:
-            return len(groups)
-    return 1
