@@ -12,7 +12,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from vllm_tiered_offload import compat
+from vllm_tiered_offload import compat, plugin
 from vllm_tiered_offload.manager import PinnedTieringManager, PinSettings
 from vllm_tiered_offload.region.shared_region import SharedOffloadRegion
 from vllm_tiered_offload.spec.aligned import AlignedSpec
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 logger = init_logger("vllm.tiered_offload.spec")
+
+# Selected by its module path, this spec runs where VLLM_PLUGINS left the plugin
+# out; the tier's name has to be known there all the same.
+plugin.register()
 
 
 class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):
