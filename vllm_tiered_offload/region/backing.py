@@ -36,6 +36,25 @@ def _create_memfd(name: str, huge_bytes: int) -> int:
     return os.memfd_create(name, flags)
 
 
+def probe_memfd() -> None:
+    """Raise `MemfdUnavailable` where a memory file cannot be made."""
+    os.close(_checked_memfd(0))
+
+
+def _checked_memfd(huge_bytes: int) -> int:
+    if not hasattr(os, "memfd_create"):
+        raise MemfdUnavailable("this Python has no memfd_create")
+    try:
+        return _create_memfd("vllm-tiered-offload", huge_bytes)
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        if error.errno in _NO_MEMFD:
+            raise MemfdUnavailable(f"memfd_create fails with {name}") from error
+        raise RegionError(
+            f"huge_pages: memory with pages of {huge_bytes} bytes fails with {name}"
+        ) from error
+
+
 def make_memfd(length: int, huge_bytes: int = 0) -> int:
     """Descriptor of a new memory file of `length` bytes whose size is sealed.
 
@@ -46,18 +65,7 @@ def make_memfd(length: int, huge_bytes: int = 0) -> int:
         length: bytes, a multiple of `huge_bytes` when that is not 0.
         huge_bytes: size of the reserved huge pages to use, 0 for normal pages.
     """
-    if not hasattr(os, "memfd_create"):
-        raise MemfdUnavailable("memfd_create is not available in this Python")
-    try:
-        fd = _create_memfd("vllm-tiered-offload", huge_bytes)
-    except OSError as error:
-        name = errno.errorcode.get(error.errno or 0, str(error.errno))
-        if error.errno in _NO_MEMFD:
-            raise MemfdUnavailable(f"memfd_create fails with {name}") from error
-        raise RegionError(
-            f"huge_pages: a memory file with {huge_bytes or os.sysconf('SC_PAGESIZE')} byte "
-            f"pages fails with {name}"
-        ) from error
+    fd = _checked_memfd(huge_bytes)
     try:
         os.ftruncate(fd, length)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)

@@ -13,18 +13,22 @@ hand-over is over, so that its death frees its rank. Messages (see `wire`):
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
+import time
 from typing import Any
 
 from vllm_tiered_offload.region.claim import Claim
 from vllm_tiered_offload.region.forks import PrivateFd, keep_private
+from vllm_tiered_offload.region.patience import duplicate
 from vllm_tiered_offload.region.rendezvous import Place
 from vllm_tiered_offload.region.roster import Roster
 from vllm_tiered_offload.region.seat import logger
 from vllm_tiered_offload.region.wire import Peer, receive, send
 
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _HELLO_TIMEOUT = 30.0  # seconds for a peer's next message; it has nothing else to do
 
 
@@ -63,8 +67,13 @@ class HandOver:
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._waiting: set[socket.socket] = set()  # have mapped, await the others
+        self._told: set[str] = set()
         self._closed = False
         self._owner = os.getpid()
+
+    def start(self, rank: int, facts: dict[str, object]) -> None:
+        """Serve from now on; the creator itself is `rank`."""
+        self.roster.enter(rank, os.getpid(), facts)
         self._run(self._accept)
 
     def _run(self, target: Any, *args: Any) -> None:
@@ -74,7 +83,10 @@ class HandOver:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
+                if error.errno in _OUT_OF_DESCRIPTORS:
+                    time.sleep(1.0)
+                    continue
                 return  # closed
             keep_private(connection)
             with self._lock:
@@ -85,7 +97,8 @@ class HandOver:
             self._run(self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError, EOFError), connection:
+        # ValueError: closed in the meantime, or a message that is not ours.
+        with contextlib.suppress(OSError, EOFError, ValueError), connection:
             try:
                 connection.settimeout(_HELLO_TIMEOUT)
                 hello = self._hello(connection)
@@ -94,11 +107,18 @@ class HandOver:
                 else:
                     self._serve_worker(connection, hello)
             except Refused as refusal:
-                logger.warning("Region of engine %s: %s", self._claim.engine_id, refusal)
-                send(connection, {"refused": str(refusal), "kind": refusal.kind})
+                self._refuse(connection, refusal)
         with self._lock:
             self._connections.discard(connection)
             self._waiting.discard(connection)
+
+    def _refuse(self, connection: socket.socket, refusal: Refused) -> None:
+        reason = str(refusal)
+        if reason not in self._told:  # it will ask again, many times
+            self._told.add(reason)
+            logger.warning("Region of engine %s: %s", self._claim.engine_id, reason)
+        answer = {"pid": os.getpid(), "refused": reason, "kind": refusal.kind}
+        send(connection, answer)
 
     def _hello(self, connection: socket.socket) -> dict[str, Any]:
         hello, fd = receive(connection)
@@ -111,7 +131,7 @@ class HandOver:
             theirs = hello.get("claim")
             differences = self._claim.differences(theirs if isinstance(theirs, dict) else {})
             raise Refused(
-                "mismatch",
+                "another engine",
                 f"process {hello.get('pid')} expects another region: {differences}",
             )
         return hello
@@ -123,13 +143,14 @@ class HandOver:
     def _serve_worker(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         rank, pid = int(hello["rank"]), int(hello["pid"])
         if not 0 <= rank < self._claim.world_size:
-            raise Refused("mismatch", f"rank {rank} is not one of {self._claim.world_size}")
+            raise Refused(
+                "another engine", f"rank {rank} is not one of {self._claim.world_size}"
+            )
         holder = self.roster.enter(rank, pid, hello.get("facts") or {})
         if holder is not None:
             raise Refused(
-                "duplicate",
-                f"rank {rank} has joined already, as process {holder}: two engines use "
-                f"engine_id {self._claim.engine_id!r}",
+                "another engine",
+                duplicate(rank, holder, self._claim.engine_id),
             )
         try:
             self._give(connection, {})
@@ -144,7 +165,7 @@ class HandOver:
     def _serve_scheduler(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         missing = self.roster.missing()
         if missing and not hello.get("partial"):
-            send(connection, {"waiting": missing})
+            send(connection, {"pid": os.getpid(), "waiting": missing})
             return
         self._give(connection, {"ranks": self.roster.facts()})
         if not missing:
@@ -173,7 +194,7 @@ class HandOver:
             waiting, connections = self._waiting, self._connections
             self._waiting, self._connections = set(), set()
         with self._place.locked():
-            self._place.remove_leftover()
+            self._place.remove_name()
             _hang_up(self._listener)
         for connection in waiting if reason else ():
             with contextlib.suppress(OSError):

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from vllm_tiered_offload.region import backing, huge_pages, prefault, preflight
+from vllm_tiered_offload.region import huge_pages, numa, prefault, preflight
 from vllm_tiered_offload.region.claim import Claim
-from vllm_tiered_offload.region.forks import PrivateFd
+from vllm_tiered_offload.region.file_place import sweep
 from vllm_tiered_offload.region.layout import Layout, round_up
 from vllm_tiered_offload.region.mapping import Mapping as MemoryMapping
 from vllm_tiered_offload.region.meeting import open_meeting
@@ -33,49 +34,65 @@ class Request:
     populate_shard: tuple[int, int] | None = None
 
     def joining(self, layout: Layout) -> Joining:
+        """The same in the hand-over's words. Raises `RegionError`."""
         if self.rank is not None and not 0 <= self.rank < self.world_size:
             raise RegionError(f"rank {self.rank} is not one of {self.world_size} workers")
+        settings = self.settings
         claim = Claim.make(
             engine_id=self.engine_id,
             num_chunks=layout.num_chunks,
             row_bytes=layout.row_bytes,
             slot_bytes=layout.slot_bytes,
             world_size=self.world_size,
-            backing=self.settings.backing,
-            huge_pages=self.settings.huge_pages,
+            backing=settings.backing,
+            huge_pages=settings.huge_pages,
         )
+        huge_bytes = settings.explicit_huge_bytes
         return Joining(
-            claim,
-            self.rank,
-            encode_facts(self.facts),
-            self.scheduler_joins,
-            self.settings.join_timeout,
+            claim=claim,
+            rank=self.rank,
+            facts=encode_facts(self.facts),
+            scheduler_joins=self.scheduler_joins,
+            length=round_up(layout.total_bytes, huge_bytes or layout.page),
+            huge_bytes=huge_bytes,
+            timeout=settings.join_timeout,
         )
+
+    def check_memory(self, joining: Joining, backing: str) -> None:
+        """Before the memory is made. Raises `RegionError`, or what the caller's check does."""
+        for path in sweep():
+            logger.info("Region: removed %s, left by an engine that is dead", path)
+        if self.memory_check is not None:
+            self.memory_check(joining.length)
+        preflight.check(joining.length, backing, joining.huge_bytes)
 
 
 @dataclass(slots=True)
 class Opened:
-    """The region as this process has it."""
+    """The region as this process has it. Sizes in bytes, times in seconds."""
 
     seat: Seat
     mapping: MemoryMapping
     settings: RegionSettings
     prefault_seconds: float = 0.0
-    notes: dict[str, object] = field(default_factory=dict)
 
     @property
     def ranks(self) -> dict[int, dict[str, Any]]:
         return self.seat.ranks
 
     def huge_bytes(self) -> int:
+        """Bytes that really are huge pages in this process's mapping."""
         if self.settings.explicit_huge_bytes:
             return self.mapping.length
         return huge_pages.mapped_huge_bytes(self.mapping.address, self.mapping.length)
 
     def describe(self) -> dict[str, object]:
+        huge = self.huge_bytes()
+        wanted = self.settings.huge_pages == "auto" and self.settings.prefault
         return {
-            "backing": self.settings.backing,
-            "huge_bytes": self.huge_bytes(),
+            "backing": self.seat.backing,
+            "huge_bytes": huge,
+            "huge_hint": huge_pages.hint(self.seat.backing) if wanted and not huge else "",
             "prefault_seconds": self.prefault_seconds,
         }
 
@@ -106,21 +123,11 @@ def open_region(request: Request, layout: Layout) -> Opened:
 
 def _open_once(request: Request, layout: Layout, joining: Joining, deadline: float) -> Opened:
     settings = request.settings
-    length = round_up(layout.total_bytes, settings.explicit_huge_bytes or layout.page)
-
-    def make() -> PrivateFd:
-        if request.memory_check is not None:
-            request.memory_check(layout.total_bytes)
-        preflight.check(length, settings)
-        return PrivateFd(backing.make_memfd(length, settings.explicit_huge_bytes))
-
-    seat = open_meeting(joining).take_seat(make)
+    seat = open_meeting(joining).take_seat(lambda b: request.check_memory(joining, b))
     mapping = None
     try:
-        if not seat.created:
-            backing.check_received(seat.fileno(), length)
         granule = huge_pages.granule(settings, layout.page)
-        mapping = MemoryMapping(seat.fileno(), length, granule)
+        mapping = MemoryMapping(seat.fileno(), joining.length, granule)
         huge_pages.advise(mapping, settings)
         opened = Opened(seat, mapping, settings)
         seat.mapped()
@@ -128,6 +135,7 @@ def _open_once(request: Request, layout: Layout, joining: Joining, deadline: flo
             opened.prefault_seconds = _prefault(request, layout, mapping, granule)
         if request.rank is not None:
             seat.wait_for_all(deadline)
+            _say_pinning(joining.length)
     except BaseException as error:
         seat.close(f"{joining.who}: {error}")
         if mapping is not None:
@@ -141,9 +149,19 @@ def _prefault(request: Request, layout: Layout, mapping: MemoryMapping, granule:
     if request.populate_shard is not None:
         index, count = request.populate_shard
     elif request.rank is not None:
-        index, count, slot = request.rank, request.world_size, None
+        index, count = request.rank, request.world_size
+        if request.slot == request.rank and numa.node_count() > 1:
+            slot = request.slot
     ranges = prefault.plan(layout, mapping.length, granule, index=index, count=count, slot=slot)
-    total = sum(length for _, length in ranges)
+    total = -(-mapping.length // count)
     populate = prefault.Populate(mapping, layout.page)
-    who = "scheduler" if request.rank is None else f"rank {request.rank}"
+    who = f"Region of engine {request.engine_id}, {request.joining(layout).who}"
     return prefault.Prefault(populate, prefault.thread_count(count), who).run(ranges, total)
+
+
+def _say_pinning(length: int) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        note = preflight.locked_memory_note(length)
+        if note:
+            logger.warning("Region: %s", note)

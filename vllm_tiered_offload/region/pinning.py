@@ -17,7 +17,8 @@ def _vllm_unregister() -> Callable[[int], object]:
         from vllm.v1.kv_offload.cpu.host_register import host_unregister
     except ImportError:
         return _cuda_unregister  # vLLM 0.30 and 0.31 know CUDA and ROCm only
-    return host_unregister
+    unregister_one: Callable[[int], object] = host_unregister
+    return unregister_one
 
 
 def _cuda_unregister(address: int) -> None:

@@ -23,6 +23,8 @@ from vllm_tiered_offload.region.settings import RegionError
 
 _MAX_SOCKET_PATH = 107
 _BACKLOG = 256
+_CONNECT_TIMEOUT = 5.0  # seconds
+_SUFFIX = ".sock"
 _DEAD = (errno.ECONNREFUSED, errno.ENOENT)
 
 
@@ -60,6 +62,19 @@ def open_private_directory(path: str) -> int:
     return fd
 
 
+def _connect(address: str) -> socket.socket | None:
+    sock = new_socket()
+    sock.settimeout(_CONNECT_TIMEOUT)  # EAGAIN instead of waiting when its queue is full
+    try:
+        sock.connect(address)
+    except OSError as error:
+        sock.close()
+        if error.errno in _DEAD:
+            return None
+        raise
+    return sock
+
+
 class Place:
     """A name to bind and to connect to."""
 
@@ -70,20 +85,15 @@ class Place:
         """Held while deciding who listens; the kernel lets go when the holder dies."""
         raise NotImplementedError
 
-    def remove_leftover(self) -> None:
-        """Take away the name of a listener that is gone; only while `locked`."""
+    def remove_name(self) -> None:
+        """Take away the name of a listener that is gone, or is this process; `locked`."""
+
+    def remove_leftovers(self) -> None:
+        """Take away all names of listeners that are gone; `locked`."""
 
     def connect(self) -> socket.socket | None:
-        """A connected socket, or None when nobody listens."""
-        sock = new_socket()
-        try:
-            sock.connect(self.address)
-        except OSError as error:
-            sock.close()
-            if error.errno in _DEAD:
-                return None
-            raise
-        return sock
+        """A connected socket, or None when nobody listens. Raises `OSError`."""
+        return _connect(self.address)
 
     def listen(self) -> socket.socket:
         """A listening socket; raises `OSError` (EADDRINUSE: somebody else was faster)."""
@@ -103,7 +113,7 @@ class DirectoryPlace(Place):
     def __init__(self, base: str, name: str) -> None:
         directory = os.path.join(base, f"vllm-tiered-offload-{os.geteuid()}")
         self._directory_fd = open_private_directory(directory)
-        self._name = name[:24] + ".sock"
+        self._name = name[:24] + _SUFFIX
         self.shown = os.path.join(directory, self._name)
         self.address = self.shown
         if len(os.fsencode(self.address)) > _MAX_SOCKET_PATH:
@@ -124,9 +134,27 @@ class DirectoryPlace(Place):
         finally:
             lock.close()
 
-    def remove_leftover(self) -> None:
+    def remove_name(self) -> None:
+        self._unlink(self._name)
+
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._name, dir_fd=self._directory_fd)
+            os.unlink(name, dir_fd=self._directory_fd)
+
+    def remove_leftovers(self) -> None:
+        for name in os.listdir(self._directory_fd):
+            if name.endswith(_SUFFIX) and self._is_dead(name):
+                self._unlink(name)
+
+    def _is_dead(self, name: str) -> bool:
+        try:
+            sock = _connect(f"/proc/self/fd/{self._directory_fd}/{name}")
+        except OSError:
+            return False
+        if sock is None:
+            return True
+        sock.close()
+        return False
 
 
 class AbstractPlace(Place):
@@ -146,7 +174,7 @@ def _probe(place: Place) -> None:
     probe = new_socket()
     with place.locked(), probe:
         probe.bind(place.address)
-        place.remove_leftover()
+        place.remove_name()
 
 
 def _places(name: str) -> Iterator[Place]:

@@ -23,6 +23,7 @@ class Roster:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._members: dict[int, Member] = {}
+        self._complete: dict[int, dict[str, object]] | None = None
         self._changed = threading.Condition()
 
     def enter(self, rank: int, pid: int, facts: Mapping[str, object]) -> int | None:
@@ -38,8 +39,11 @@ class Roster:
         """Note that `rank` has the region mapped; True when all have now."""
         with self._changed:
             self._members[rank].mapped = True
+            if self._missing():
+                return False
+            self._complete = self._facts()
             self._changed.notify_all()
-            return not self._missing()
+            return True
 
     def leave(self, rank: int) -> None:
         """The process of `rank` is gone."""
@@ -55,15 +59,22 @@ class Roster:
         with self._changed:
             return self._missing()
 
+    def _facts(self) -> dict[int, dict[str, object]]:
+        return {r: dict(m.facts) for r, m in sorted(self._members.items()) if m.mapped}
+
     def facts(self) -> dict[int, dict[str, object]]:
         """Facts of the ranks that have mapped the region."""
         with self._changed:
-            return {r: dict(m.facts) for r, m in sorted(self._members.items()) if m.mapped}
+            return self._facts()
 
-    def wait_until_complete(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all ranks; True when all are there."""
+    def wait_until_complete(self, timeout: float) -> dict[int, dict[str, object]] | None:
+        """Facts of all ranks once all were there together; None after `timeout` seconds.
+
+        They may have left again by now: the end of the hand-over parts them.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._missing(), timeout)
+            self._changed.wait_for(lambda: self._complete is not None, timeout)
+            return self._complete
 
 
 def name_ranks(ranks: list[int]) -> str:

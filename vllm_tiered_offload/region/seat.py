@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm_tiered_offload.region.claim import Claim
 from vllm_tiered_offload.region.roster import name_ranks
+from vllm_tiered_offload.region.settings import RegionError
 
 logger = logging.getLogger("vllm.tiered_offload.region")
 
@@ -23,12 +24,21 @@ class CreatorDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """Who wants the region. `rank` is None for the scheduler; times are in seconds."""
+    """Who wants the region, and what it expects.
+
+    Args:
+        rank: the worker's rank, None for the scheduler.
+        length: bytes of the memory, whole pages of the backing.
+        huge_bytes: size of the reserved huge pages behind it, 0 for none.
+        timeout: seconds to wait for the others.
+    """
 
     claim: Claim
     rank: int | None
     facts: dict[str, object]
     scheduler_joins: bool
+    length: int
+    huge_bytes: int
     timeout: float
     clock: Callable[[], float] = time.monotonic
 
@@ -40,6 +50,7 @@ class Joining:
 class Seat(ABC):
     """What `take_seat` of a hand-over returns."""
 
+    backing: str
     created: bool = False
     ranks: dict[int, dict[str, object]]  # facts of the ranks known to have joined
 
@@ -66,19 +77,27 @@ class Seat(ABC):
 class Awaited:
     """Says in the log, every now and then, who is awaited."""
 
-    def __init__(self, engine_id: str, clock: Callable[[], float]) -> None:
-        self._engine_id = engine_id
-        self._clock = clock
-        self._start = clock()
+    def __init__(self, joining: Joining) -> None:
+        self._joining = joining
+        self._start = joining.clock()
         self._next = self._start + LOG_INTERVAL
 
     def tell(self, missing: list[int]) -> None:
-        now = self._clock()
-        if now >= self._next and missing:
+        now = self._joining.clock()
+        claim = self._joining.claim
+        if missing and now >= self._next:
             self._next = now + LOG_INTERVAL
             logger.info(
                 "Region of engine %s: waiting for %s (%.0f s so far)",
-                self._engine_id,
+                claim.engine_id,
                 name_ranks(missing),
                 now - self._start,
             )
+
+
+def late(joining: Joining, missing: list[int]) -> RegionError:
+    return RegionError(
+        f"{name_ranks(missing)} of {joining.claim.world_size} did not join the region of "
+        f"engine {joining.claim.engine_id} on this host within {joining.timeout:.0f} s "
+        "(region_join_timeout)"
+    )

@@ -155,8 +155,8 @@ class SharedOffloadRegion:
         missing = sorted(set(range(world_size)) - self.joined_ranks)
         if missing:
             raise RegionError(
-                f"{name_ranks(missing)} of {world_size} did not join the CPU pool here: all "
-                "workers have to be processes of this host (no other nodes, no external launcher)"
+                f"{name_ranks(missing)} of {world_size} did not join the CPU pool: all workers "
+                "have to be processes of this host (no other nodes, no external launcher)"
             )
 
     def describe(self) -> dict[str, object]:

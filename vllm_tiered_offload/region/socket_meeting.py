@@ -10,25 +10,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_tiered_offload.region import backing
 from vllm_tiered_offload.region.claim import name_of
 from vllm_tiered_offload.region.forks import PrivateFd
 from vllm_tiered_offload.region.handover import HandOver
+from vllm_tiered_offload.region.patience import Patience
 from vllm_tiered_offload.region.rendezvous import find_place
-from vllm_tiered_offload.region.roster import name_ranks
-from vllm_tiered_offload.region.seat import Awaited, CreatorDied, Joining, Seat, logger
+from vllm_tiered_offload.region.seat import Awaited, CreatorDied, Joining, Seat, late
 from vllm_tiered_offload.region.settings import RegionError
 from vllm_tiered_offload.region.wire import Peer, receive, send
 
-# Seconds to hope that a dying engine with the same id ends, before giving up.
-REFUSAL_PATIENCE = 10.0
-# Seconds the scheduler waits for workers; vLLM starts it when they are done.
-SCHEDULER_PATIENCE = 30.0
 _POLL = 0.1
+# Another process was faster; its queue is full; it went away just now.
+_TRY_AGAIN = (errno.EADDRINUSE, errno.EAGAIN, errno.ECONNRESET)
 
 
 class CreatorSeat(Seat):
     """Of the worker that made the memory; serves it to the others."""
 
+    backing = "memfd"
     created = True
 
     def __init__(self, joining: Joining, handover: HandOver, fd: PrivateFd) -> None:
@@ -38,7 +38,7 @@ class CreatorSeat(Seat):
         self._handover = handover
         self._fd = fd
         self.ranks = {}
-        handover.roster.enter(self._rank, os.getpid(), joining.facts)
+        handover.start(self._rank, joining.facts)
 
     def fileno(self) -> int:
         return self._fd.fileno()
@@ -47,36 +47,30 @@ class CreatorSeat(Seat):
         self._handover.mark_mapped(self._rank)
 
     def wait_for_all(self, deadline: float) -> None:
-        joining, roster = self._joining, self._handover.roster
-        awaited = Awaited(joining.claim.engine_id, joining.clock)
-        while not roster.wait_until_complete(1.0):
+        roster = self._handover.roster
+        awaited = Awaited(self._joining)
+        while (complete := roster.wait_until_complete(1.0)) is None:
             missing = roster.missing()
             awaited.tell(missing)
-            if joining.clock() >= deadline and missing:
-                raise _late(joining, missing)
-        self.ranks = roster.facts()
+            if missing and self._joining.clock() >= deadline:
+                raise late(self._joining, missing)
+        self.ranks = complete
 
     def close(self, reason: str = "") -> None:
         self._handover.close(reason)
 
 
-def _late(joining: Joining, missing: list[int]) -> RegionError:
-    return RegionError(
-        f"{name_ranks(missing)} of {joining.claim.world_size} did not join the region of "
-        f"engine {joining.claim.engine_id} on this host within {joining.timeout:.0f} s "
-        "(region_join_timeout)"
-    )
-
-
 class JoinerSeat(Seat):
     """Of a worker or the scheduler that was given the memory."""
 
+    backing = "memfd"
+
     def __init__(
-        self, joining: Joining, sock: socket.socket, fd: int, welcome: dict[str, Any]
+        self, joining: Joining, sock: socket.socket, fd: PrivateFd, welcome: dict[str, Any]
     ) -> None:
         self._joining = joining
         self._sock = sock
-        self._fd = PrivateFd(fd)
+        self._fd = fd
         self.ranks = _ranks(welcome.get("ranks"))
 
     def fileno(self) -> int:
@@ -90,19 +84,19 @@ class JoinerSeat(Seat):
             raise CreatorDied from error
 
     def wait_for_all(self, deadline: float) -> None:
-        clock = self._joining.clock
-        self._sock.settimeout(max(deadline - clock(), 0.001))
+        joining = self._joining
+        self._sock.settimeout(max(deadline - joining.clock(), 0.001))
         try:
             message, _ = receive(self._sock)
         except TimeoutError:
             raise RegionError(
-                f"the workers of engine {self._joining.claim.engine_id} did not all join the "
-                f"region within {self._joining.timeout:.0f} s (region_join_timeout)"
+                f"the workers of engine {joining.claim.engine_id} did not all join the "
+                f"region within {joining.timeout:.0f} s (region_join_timeout)"
             ) from None
         except (EOFError, OSError) as error:
             raise CreatorDied from error
         if "refused" in message:
-            raise RegionError(f"the region was given up: {message['refused']}")
+            raise RegionError(f"the region was given up by its maker: {message['refused']}")
         self.ranks = _ranks(message.get("ranks"))
 
     def close(self, reason: str = "") -> None:
@@ -117,27 +111,26 @@ def _ranks(message: object) -> dict[int, dict[str, Any]]:
 
 
 class SocketMeeting:
-    """Chooses the creator and takes a seat; one object an attempt to join."""
+    """Chooses the creator and takes a seat; one object an attempt to join.
+
+    Raises `SocketsUnavailable` where there are no unix sockets.
+    """
 
     def __init__(self, joining: Joining) -> None:
         self._joining = joining
         self._place = find_place(name_of(joining.claim.engine_id))
         self._deadline = joining.clock() + joining.timeout
-        self._patience_ends: float | None = None
+        self._patience = Patience(joining)
 
-    @property
-    def shown(self) -> str:
-        return self._place.shown
+    def take_seat(self, check: Callable[[str], None]) -> Seat:
+        """A seat; `check` is called with the backing when this process is to create it.
 
-    def take_seat(self, make: Callable[[], PrivateFd]) -> Seat:
-        """A seat at the region; `make` is called when this process is to create it.
-
-        Raises `RegionError`: refused, too late, or what `make` raises.
+        Raises `RegionError`: refused, too late, or what `check` raises.
         """
         while True:
             sock, listener = self._meet()
             if listener is not None:
-                return self._create(listener, make)
+                return self._create(listener, check)
             seat = None if sock is None else self._ask(sock)
             if seat is not None:
                 return seat
@@ -151,28 +144,26 @@ class SocketMeeting:
                 if sock is not None:
                     return sock, None
                 if self._joining.rank is None:
-                    self._be_patient(
-                        SCHEDULER_PATIENCE, "no worker has joined it", kind="empty"
-                    )
+                    self._patience.nobody()
                     return None, None
-                self._place.remove_leftover()
+                self._place.remove_leftovers()
                 return None, self._place.listen()
             except OSError as error:
-                # EADDRINUSE: another process was faster. EAGAIN: its queue is full.
-                if error.errno not in (errno.EADDRINUSE, errno.EAGAIN, errno.ECONNRESET):
+                if error.errno not in _TRY_AGAIN:
                     raise
-                self._check_deadline(f"{self._place.shown}: {error.strerror}")
+                self._check_deadline(f"{self._place.shown} stays busy")
                 return None, None
 
-    def _create(self, listener: socket.socket, make: Callable[[], PrivateFd]) -> Seat:
+    def _create(self, listener: socket.socket, check: Callable[[str], None]) -> Seat:
+        joining = self._joining
         try:
-            fd = make()
+            check(CreatorSeat.backing)
+            fd = PrivateFd(backing.make_memfd(joining.length, joining.huge_bytes))
         except BaseException:
             with self._place.locked():
-                self._place.remove_leftover()
+                self._place.remove_name()
                 listener.close()
             raise
-        joining = self._joining
         handover = HandOver(joining.claim, self._place, listener, fd, joining.scheduler_joins)
         return CreatorSeat(joining, handover, fd)
 
@@ -181,66 +172,56 @@ class SocketMeeting:
         try:
             answer, fd = self._exchange(sock)
         except (EOFError, OSError):
-            sock.close()  # it died, or finished with another engine of this id
-            self._check_deadline("the process that makes the region does not answer")
+            sock.close()  # it died, or has finished with another engine of this id
+            self._check_deadline("the process that makes it does not answer")
             return None
-        if fd is not None and answer.get("ok"):
-            objection = Peer.of(sock).objection(answer.get("pid"))
-            if not objection:
-                return JoinerSeat(self._joining, sock, fd, answer)
-            answer = {"refused": objection, "kind": "stranger"}
+        objection = Peer.of(sock).objection(answer.get("pid"))
+        if fd is not None and not objection:
+            return self._sit(sock, fd, answer)
         if fd is not None:
             os.close(fd)
         sock.close()
-        self._consider(answer)
+        self._consider(answer, objection)
         return None
+
+    def _sit(self, sock: socket.socket, fd: int, answer: dict[str, Any]) -> Seat:
+        seat = JoinerSeat(self._joining, sock, PrivateFd(fd), answer)
+        try:
+            backing.check_received(fd, self._joining.length)
+        except RegionError:
+            seat.close()
+            raise
+        return seat
 
     def _exchange(self, sock: socket.socket) -> tuple[dict[str, Any], int | None]:
         joining = self._joining
-        remaining = max(self._deadline - joining.clock(), 0.001)
-        sock.settimeout(remaining)
+        sock.settimeout(max(self._deadline - joining.clock(), 0.001))
         hello = {
             "pid": os.getpid(),
             "rank": joining.rank,
             "token": joining.claim.token,
             "claim": joining.claim.to_json(),
             "facts": joining.facts,
-            "partial": self._out_of_patience(),
+            "partial": self._patience.is_over(),
         }
         send(sock, hello)
         return receive(sock)
 
-    def _consider(self, answer: dict[str, Any]) -> None:
+    def _consider(self, answer: dict[str, Any], objection: str) -> None:
         """Return when to ask again later, else raise."""
+        if objection:
+            raise RegionError(f"{self._place.shown} is not ours: {objection}")
         if "waiting" in answer:
-            self._be_patient(SCHEDULER_PATIENCE, "", kind="partial")
+            self._patience.incomplete()
             return
-        reason = str(answer.get("refused", "the answer makes no sense"))
-        if answer.get("kind") in ("duplicate", "mismatch"):
-            self._be_patient(REFUSAL_PATIENCE, reason, kind="refused")
-            return
-        raise RegionError(f"{self._place.shown}: {reason}")
-
-    def _out_of_patience(self) -> bool:
-        return self._patience_ends is not None and self._joining.clock() >= self._patience_ends
-
-    def _be_patient(self, seconds: float, reason: str, kind: str) -> None:
-        now = self._joining.clock()
-        if self._patience_ends is None:
-            self._patience_ends = now + min(seconds, self._joining.timeout)
-            if reason:
-                logger.info("Region: %s; trying for %.0f s more", reason, seconds)
-        if now < self._patience_ends or kind == "partial":
-            return  # a partial region is handed over at the next attempt
-        claim = self._joining.claim
-        raise RegionError(
-            f"the region of engine {claim.engine_id} cannot be joined by {self._joining.who}: "
-            f"{reason}"
-        )
+        reason = str(answer.get("refused", "its answer makes no sense"))
+        if answer.get("kind") != "another engine":
+            raise RegionError(f"{self._place.shown}: {reason}")
+        self._patience.refused(reason)
 
     def _check_deadline(self, reason: str) -> None:
         if self._joining.clock() >= self._deadline:
             raise RegionError(
-                f"the region of engine {self._joining.claim.engine_id}: {reason} within "
+                f"the region of engine {self._joining.claim.engine_id}: {reason} for "
                 f"{self._joining.timeout:.0f} s (region_join_timeout)"
             )
