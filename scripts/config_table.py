@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from vllm_tiered_offload.config import FsTierSettings, SpecSettings, format_size
-from vllm_tiered_offload.config.model import Settings, rule_of
+from vllm_tiered_offload.config.model import rule_of
 from vllm_tiered_offload.config.rules import Object, Untouched
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -41,37 +41,40 @@ def is_vllms(field: FieldInfo) -> bool:
     return isinstance(rule_of(field), Untouched | Object)
 
 
-def rows(settings: type[Settings], *, vllms: bool) -> Iterator[str]:
-    for name, field in settings.model_fields.items():
-        if is_vllms(field) != vllms:
-            continue
-        rule = rule_of(field)
-        if vllms:
+def row(name: str, field: FieldInfo) -> str:
+    rule = rule_of(field)
+    columns = (rule.unit or "-", default_of(field), rule.allowed, field.description)
+    return f"| `{name}` | {' | '.join(str(column) for column in columns)} |"
+
+
+def spec_rows() -> Iterator[str]:
+    for name, field in SpecSettings.model_fields.items():
+        if not is_vllms(field):
+            yield row(name, field)
+
+
+def vllm_rows() -> Iterator[str]:
+    for name, field in SpecSettings.model_fields.items():
+        if is_vllms(field):
             yield f"| `{name}` | {field.description} |"
-        else:
-            allowed = rule.allowed.replace("|", "\\|")
-            unit = rule.unit or "-"
-            yield (
-                f"| `{name}` | {unit} | {default_of(field)} | {allowed} | {field.description} |"
-            )
 
 
 def tables() -> str:
     head = ["| key | unit | default | allowed | what it does |", "|---|---|---|---|---|"]
     lines = ["Keys of `kv_connector_extra_config`:", "", *head]
-    lines += rows(SpecSettings, vllms=False)
+    lines += spec_rows()
     lines += ["", 'Keys of a tier with `"type": "odirect_fs"`:', "", *head]
-    lines += rows(FsTierSettings, vllms=False)
+    lines += (row(name, field) for name, field in FsTierSettings.model_fields.items())
     lines += [
         "",
         "Read by vLLM itself and passed on untouched:",
         "",
         "| key of `kv_connector_extra_config` | what it does |",
         "|---|---|",
-        *rows(SpecSettings, vllms=True),
+        *vllm_rows(),
         "",
         'Sizes are bytes or strings with a unit: `"32GiB"` (1024), `"500GB"` (1000). '
-        "Unknown keys are refused. Each tier may have `backpressure` of its own.",
+        "Unknown keys are refused.",
     ]
     return "\n".join(lines)
 

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from vllm_tiered_offload.cli.planning.groups import Parallel, layout_blocks
 from vllm_tiered_offload.cli.planning.layers import Layer
 
 torch = pytest.importorskip("torch")
-utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+if importlib.util.find_spec("vllm.v1.core.kv_cache_planning"):  # vLLM 0.33
+    from vllm.v1.core import kv_cache_planning as utils
+else:
+    from vllm.v1.core import kv_cache_utils as utils
 
 BLOCK = 16
 

