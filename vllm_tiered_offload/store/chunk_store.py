@@ -1,22 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facade."""
+"""The facade: jobs in, completions out, over one or more roots.
+
+Nothing here waits for a disk but the constructor, ``drain``, ``switch_namespace`` and
+``shutdown``.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
+from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.api import (
     Completion,
     Namespace,
+    StoreError,
     StoreEvent,
     StoreSettings,
     StoreStats,
 )
+from vllm_tiered_offload.store.counters import Counters
+from vllm_tiered_offload.store.direct_io import IOV_MAX
+from vllm_tiered_offload.store.disk import Disk
+from vllm_tiered_offload.store.index import RECORD_BITS, Index
+from vllm_tiered_offload.store.io_pool import Piece
+from vllm_tiered_offload.store.jobs import Job, JobTable
+from vllm_tiered_offload.store.runs import SMALLEST_SHARE, cut_runs
+from vllm_tiered_offload.store.segment import Segment
+from vllm_tiered_offload.store.syscalls import Syscalls
+
+Placed = tuple[int, bytes, memoryview]  # place, key, row
 
 
 class ChunkStore:
-    """Chunks by key, on disk; not built yet."""
+    """Chunks by key on disk, moved to and from rows of one buffer.
+
+    ``memory`` is flat, writable bytes, page aligned; row r is its r-th ``chunk_bytes``. Calls
+    come from one thread (the scheduler's); ``contains`` and ``stats`` may come from any.
+
+    Raises StoreError, in one line, for settings and roots that cannot work.
+    """
 
     def __init__(
         self,
@@ -27,39 +53,275 @@ class ChunkStore:
         *,
         events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        syscalls: Syscalls | None = None,
+        page_bytes: int = fmt.MIN_PAGE_BYTES,
     ) -> None:
-        raise NotImplementedError
+        _check_memory(memory, chunk_bytes)
+        self.settings = settings
+        self.namespace = namespace
+        self.chunk_bytes = chunk_bytes
+        self._memory = memory
+        self._index = Index(events=events)
+        self._places = self._index.places
+        self._jobs = JobTable(clock)
+        self._clock = clock
+        self._counters = Counters()  # of what concerns no root
+        self._hits: set[bytes] = set()  # found since recency was last looked at
+        self._storing: set[bytes] = set()
+        self._next_disk = 0
+        self._stalled = False
+        self._closed = False
+        self._stop_watching = threading.Event()
+        self._disks: list[Disk] = []
+        try:
+            self._open_disks(syscalls or Syscalls(), page_bytes)
+        except BaseException:
+            self.shutdown(timeout=1.0)
+            raise
+        self._index.take_events()  # what was there before is no news
+        threading.Thread(target=self._watch_loop, name="vto-watch", daemon=True).start()
+
+    def _open_disks(self, syscalls: Syscalls, page_bytes: int) -> None:
+        for number, path in enumerate(self.settings.root_dirs):
+            self._disks.append(
+                Disk(
+                    number,
+                    path,
+                    self.settings,
+                    self.namespace,
+                    self._row(0),
+                    index=self._index,
+                    jobs=self._jobs,
+                    forget_storing=self._storing.difference_update,
+                    drain_hits=self._drain_hits,
+                    syscalls=syscalls,
+                    clock=self._clock,
+                    page_bytes=page_bytes,
+                )
+            )
 
     def contains(self, key: bytes) -> bool:
-        raise NotImplementedError
+        """Whether a load of this key would find it. Counts as a hit. Touches no disk."""
+        place = self._places.get(key)
+        if place is None or (self._stalled and self._is_stalled(place)):
+            return False
+        self._hits.add(key)
+        return True
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Stores rows under keys, which come in prefix order. The rows must stay as they are
+        until the job's completion. Chunks held already are not written again."""
+        places, storing = self._places, self._storing
+        fresh = [
+            (key, row)
+            for key, row in zip(keys, rows, strict=True)
+            if key not in places and key not in storing
+        ]
+        self._hits.update(key for key in keys if key in places)
+        job = self._jobs.start(job_id, len(fresh), is_load=False)
+        most = self._chunks_per_piece()
+        for start in range(0, len(fresh), most):
+            self._store_piece(job, fresh[start : start + most])
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Reads chunks into rows, in any order. The rows are the store's until completion."""
+        job = self._jobs.start(job_id, len(keys), is_load=True)
+        get = self._places.get
+        wanted = [(get(key, -1), key, row) for key, row in zip(keys, rows, strict=True)]
+        wanted.sort()
+        self._hits.update(keys)
+        share = len(keys) * self.chunk_bytes // self.settings.read_threads
+        most_bytes = min(self.settings.io_bytes, max(share, SMALLEST_SHARE))
+        for ordinal, group in groupby(wanted, key=lambda item: item[0] >> RECORD_BITS):
+            placed = [(place, key, self._row(row)) for place, key, row in group]
+            segment = self._claim(ordinal, len(placed))
+            if segment is None:
+                self._counters.count("failed.unknown", len(placed))
+                self._jobs.fail(job, len(placed), f"{placed[0][1].hex()} is not held")
+            else:
+                self._load(job, segment, placed, most_bytes)
 
     def take_completions(self) -> list[Completion]:
-        raise NotImplementedError
+        """Jobs that ended since the last call, each exactly once."""
+        return self._jobs.take()
 
     def take_events(self) -> list[StoreEvent]:
-        raise NotImplementedError
+        """Keys gained and lost since the last call, in order; empty unless asked for."""
+        return [StoreEvent(removed, tuple(keys)) for removed, keys in self._index.take_events()]
 
     @property
     def pending_jobs(self) -> int:
-        raise NotImplementedError
+        """Submitted and not yet completed."""
+        return self._jobs.pending
 
     def drain(self) -> None:
-        raise NotImplementedError
+        """Returns when all submitted jobs have completed. Aborts none."""
+        self._jobs.wait_idle()
 
     def switch_namespace(self, namespace: Namespace) -> None:
-        raise NotImplementedError
+        """Forgets every chunk and goes on in another namespace. Call after ``drain``.
+
+        Raises StoreError while jobs are in flight.
+        """
+        if self._jobs.pending:
+            raise StoreError(f"{self._jobs.pending} jobs are in flight; drain() comes first")
+        self.namespace = namespace
+        self._index.clear()
+        self._hits.clear()
+        for disk in self._disks:
+            disk.switch_namespace(namespace)
+        self._index.take_events()
 
     def stats(self) -> StoreStats:
-        raise NotImplementedError
+        """Counters and gauges of this moment; thread safe."""
+        roots = tuple(disk.stats(self._chunks_of(disk)) for disk in self._disks)
+        total: Counter[str] = Counter(self._counters.snapshot())
+        for root in roots:
+            total.update(root.counters)
+        return StoreStats(
+            chunks=len(self._index),
+            pending_jobs=self._jobs.pending,
+            queued_store_bytes=sum(root.queued_store_bytes for root in roots),
+            stalled=self._stalled,
+            stored_chunks=total["stored_chunks"],
+            stored_bytes=total["stored_bytes"],
+            loaded_chunks=total["loaded_chunks"],
+            loaded_bytes=total["loaded_bytes"],
+            evicted_chunks=total["evicted_chunks"],
+            evicted_segments=total["evicted_segments"],
+            copied_chunks=total["copied_chunks"],
+            written_bytes=total["written_bytes"],
+            read_bytes=total["read_bytes"],
+            write_seconds=total["write_ns"] / 1e9,
+            read_seconds=total["read_ns"] / 1e9,
+            dropped_chunks=_by_reason(total, "dropped."),
+            failed_chunks=_by_reason(total, "failed."),
+            roots=roots,
+        )
 
     def describe(self) -> dict[str, object]:
-        raise NotImplementedError
+        """Facts for the start-up line, root by root."""
+        return {
+            "fingerprint": self.namespace.fingerprint,
+            "private": self.namespace.private,
+            "chunk_bytes": self.chunk_bytes,
+            "io_bytes": self.settings.io_bytes,
+            "roots": [disk.describe() for disk in self._disks],
+        }
 
     def shutdown(self, timeout: float = 5.0) -> bool:
-        raise NotImplementedError
+        """Finishes what is queued as far as ``timeout`` seconds allow, and ends the threads.
+
+        False if a thread hangs in the kernel: its job is then not reported, for its rows are
+        not free. What was not begun completes with an error.
+        """
+        deadline = time.monotonic() + timeout
+        self._closed = True
+        self._stop_watching.set()
+        for disk in self._disks:
+            disk.parts.pool.stop()
+        self._jobs.wait_idle(timeout / 2)
+        for disk in self._disks:
+            self._abandon(disk)
+        ended = [disk.shutdown(deadline) for disk in self._disks]
+        return all(ended)
+
+    def _store_piece(self, job: Job, chunks: list[tuple[bytes, int]]) -> None:
+        """Queues an extent's worth on the next root that takes it, or leaves it out."""
+        reason = "shutdown" if self._closed else ""
+        for _ in range(len(self._disks) if not reason else 0):
+            disk = self._disks[self._next_disk]
+            self._next_disk = (self._next_disk + 1) % len(self._disks)
+            refusal = disk.refuses_stores()
+            if refusal is None:
+                taken = chunks[: disk.parts.pool.room_for_stores() // self.chunk_bytes]
+                if taken and self._queue(disk, job, taken):
+                    chunks = chunks[len(taken) :]
+                    if not chunks:
+                        return
+                refusal = "queue"
+            reason = reason or refusal
+        self._counters.count(f"dropped.{reason}", len(chunks))
+        self._jobs.settle(job, len(chunks))
+
+    def _queue(self, disk: Disk, job: Job, chunks: list[tuple[bytes, int]]) -> bool:
+        keys = [key for key, _ in chunks]
+        piece = Piece(job, keys, [self._row(row) for _, row in chunks])
+        self._storing.update(keys)
+        if disk.parts.pool.put_store(piece):
+            return True
+        self._storing.difference_update(keys)
+        return False
+
+    def _claim(self, ordinal: int, loads: int) -> Segment | None:
+        """The segment, kept from eviction until its loads are done; None if it is gone."""
+        with self._index.lock:
+            segment = self._index.segments.get(ordinal)
+            if segment is None or segment.gone:
+                return None
+            segment.loads += loads
+            return segment
+
+    def _load(
+        self, job: Job, segment: Segment, placed: Sequence[Placed], most_bytes: int
+    ) -> None:
+        disk = self._disks[segment.root]
+        for run in cut_runs(job, segment, placed, most_bytes):
+            disk.put_load(run)
+
+    def _chunks_per_piece(self) -> int:
+        return max(1, min(self.settings.io_bytes // self.chunk_bytes, IOV_MAX // 2 - 1))
+
+    def _row(self, row: int) -> memoryview:
+        start = row * self.chunk_bytes
+        return self._memory[start : start + self.chunk_bytes]
+
+    def _is_stalled(self, place: int) -> bool:
+        segment = self._index.segments.get(place >> RECORD_BITS)
+        return segment is None or self._disks[segment.root].stalled
+
+    def _chunks_of(self, disk: Disk) -> int:
+        return sum(len(segment.keys) for segment in disk.parts.catalogue.all())
+
+    def _drain_hits(self) -> None:
+        """Hands the hits collected by look-ups to the policies, and to the evictors."""
+        hits, now = self._hits, self._clock()
+        with self._index.lock:
+            for _ in range(len(hits)):
+                key = hits.pop()
+                segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
+                if segment is not None:
+                    segment.hit_at = now
+                    self._disks[segment.root].parts.policy.on_hit(key)
+
+    def _watch_loop(self) -> None:
+        """Touches no disk, so that it notices the one that hangs."""
+        timeout = self.settings.stall_timeout
+        while not self._stop_watching.wait(min(0.25, timeout / 4)):
+            for disk in self._disks:
+                disk.notice_stall(timeout)
+            self._stalled = any(disk.stalled for disk in self._disks)
+
+    def _abandon(self, disk: Disk) -> None:
+        runs, pieces = disk.parts.pool.abandon_queues()
+        for run in runs:
+            disk.reader.cancel(run)
+        for piece in pieces:
+            self._storing.difference_update(piece.keys)
+            if piece.job is not None:
+                self._jobs.fail(piece.job, len(piece.keys), "the store is shutting down")
+
+
+def _check_memory(memory: memoryview, chunk_bytes: int) -> None:
+    if memory.ndim != 1 or memory.itemsize != 1 or memory.readonly:
+        raise StoreError("memory must be a flat, writable view of bytes")
+    if chunk_bytes < 1 or len(memory) < chunk_bytes:
+        raise StoreError(f"chunks of {chunk_bytes} bytes in a memory of {len(memory)} bytes")
+
+
+def _by_reason(total: Counter[str], prefix: str) -> dict[str, int]:
+    return {
+        name.removeprefix(prefix): count
+        for name, count in total.items()
+        if name.startswith(prefix)
+    }

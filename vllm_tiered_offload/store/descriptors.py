@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read descriptors of segments: few, reused, and each of the right file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
+from vllm_tiered_offload.store.segment import Segment
+
+MOST_OPEN = 256
+
+
+class GoneError(OSError):
+    """The slot holds another segment by now, or none: somebody evicted it."""
+
+
+class Descriptors:
+    """At most ``most`` beside those in use; the least recently used is closed first."""
+
+    def __init__(self, io: BlockIO, most: int = MOST_OPEN) -> None:
+        self._io = io
+        self._most = most
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[int, int] = OrderedDict()  # ordinal -> fd
+        self._used: dict[int, tuple[int, int]] = {}  # ordinal -> (fd, users)
+
+    @contextlib.contextmanager
+    def use(self, segment: Segment) -> Iterator[int]:
+        """A descriptor of exactly this segment. Raises GoneError, or OSError."""
+        fd = self._take(segment.ordinal)
+        if fd is None:
+            fd = self._share(segment.ordinal, self._open(segment))
+        try:
+            yield fd
+        finally:
+            self._give_back(segment)
+
+    def forget(self, segment: Segment) -> None:
+        """Closes it as soon as nobody uses it: an open descriptor keeps a file's space."""
+        with self._lock:
+            fd = self._idle.pop(segment.ordinal, None)
+        if fd is not None:
+            os.close(fd)
+
+    def close(self) -> None:
+        with self._lock:
+            idle = list(self._idle.values())
+            self._idle.clear()
+        for fd in idle:
+            os.close(fd)
+
+    def _open(self, segment: Segment) -> int:
+        try:
+            fd = self._io.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise GoneError(*error.args) from error
+        try:
+            page = page_aligned(segment.header.page_bytes)
+            count = self._io.read(fd, [page], 0)
+            found = fmt.unpack_page_block(page[:count], fmt.SEGMENT_MAGIC)
+            if found.sequence == segment.sequence:
+                return fd
+        except fmt.FormatError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)
+        raise GoneError(0, f"{segment.path} is not segment {segment.sequence} any more")
+
+    def _take(self, ordinal: int) -> int | None:
+        with self._lock:
+            if ordinal in self._used:
+                fd, users = self._used[ordinal]
+            elif ordinal in self._idle:
+                fd, users = self._idle.pop(ordinal), 0
+            else:
+                return None
+            self._used[ordinal] = (fd, users + 1)
+            return fd
+
+    def _share(self, ordinal: int, fresh: int) -> int:
+        """Two threads may have opened the same file; one descriptor stays."""
+        with self._lock:
+            fd, users = self._used.get(ordinal, (fresh, 0))
+            self._used[ordinal] = (fd, users + 1)
+        if fd != fresh:
+            os.close(fresh)
+        return fd
+
+    def _give_back(self, segment: Segment) -> None:
+        close: list[int] = []
+        with self._lock:
+            fd, users = self._used[segment.ordinal]
+            if users > 1:
+                self._used[segment.ordinal] = (fd, users - 1)
+                return
+            del self._used[segment.ordinal]
+            if segment.gone:
+                close.append(fd)
+            else:
+                self._idle[segment.ordinal] = fd
+                if len(self._idle) > self._most:
+                    close.append(self._idle.popitem(last=False)[1])
+        for extra in close:
+            os.close(extra)

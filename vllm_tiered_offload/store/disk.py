@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One root in one process: its parts put together, its threads started and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vllm_tiered_offload.store import direct_io, locks, namespaces
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store.api import Namespace, RootStats, StoreError, StoreSettings
+from vllm_tiered_offload.store.descriptors import Descriptors
+from vllm_tiered_offload.store.eviction import SecondChance
+from vllm_tiered_offload.store.index import Index
+from vllm_tiered_offload.store.io_pool import IoPool
+from vllm_tiered_offload.store.jobs import JobTable
+from vllm_tiered_offload.store.parts import Parts
+from vllm_tiered_offload.store.reader import Reader
+from vllm_tiered_offload.store.reclaimer import Reclaimer
+from vllm_tiered_offload.store.refresher import Refresher
+from vllm_tiered_offload.store.root import Root, open_root
+from vllm_tiered_offload.store.runs import Run
+from vllm_tiered_offload.store.slots import Slots
+from vllm_tiered_offload.store.syscalls import Syscalls, explain
+from vllm_tiered_offload.store.watch import Pause, Watch
+from vllm_tiered_offload.store.writer import Writer
+
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+MOST_POLICY_CHUNKS = 1 << 24  # an unbounded root: the policy's tables must end somewhere
+LONGEST_REFRESH_BACKOFF = 30.0
+
+
+class Disk:
+    """A root, ready to use once constructed. Raises StoreError in one line."""
+
+    def __init__(
+        self,
+        number: int,
+        path: Path,
+        settings: StoreSettings,
+        namespace: Namespace,
+        row: memoryview,
+        *,
+        index: Index,
+        jobs: JobTable,
+        forget_storing: Callable[[Sequence[bytes]], None],
+        drain_hits: Callable[[], None],
+        syscalls: Syscalls,
+        clock: Callable[[], float],
+        page_bytes: int,
+    ) -> None:
+        chunk_bytes = len(row)
+        root = open_root(path, settings, chunk_bytes, syscalls, page_bytes)
+        self.read_only_because = root.read_only_because
+        self.direct_because = self._direct_refusal(root, settings, syscalls, row)
+        io = direct_io.BlockIO(
+            syscalls, root.geometry.page_bytes, direct=not self.direct_because
+        )
+        self.parts = Parts(
+            number=number,
+            settings=settings,
+            namespace=namespace,
+            chunk_bytes=chunk_bytes,
+            root=root,
+            syscalls=syscalls,
+            io=io,
+            slots=Slots(root, syscalls, io),
+            index=index,
+            jobs=jobs,
+            pool=IoPool(f"vto-disk{number}", settings.store_queue_bytes),
+            descriptors=Descriptors(io),
+            policy=SecondChance(_capacity(root, chunk_bytes, syscalls)),
+            watch=Watch(clock),
+            pause=Pause(root.path, clock),
+            forget_storing=forget_storing,
+            drain_hits=drain_hits,
+            clock=clock,
+        )
+        self.stalled = False
+        self._namespace_lock: int | None = None
+        self._refresher = Refresher(self.parts)
+        self.reader = Reader(self.parts)
+        self._reclaimer = Reclaimer(self.parts, self._room)
+        self._writers = [
+            Writer(self.parts, self._reclaimer.free_one, self._reclaimer.wake)
+            for _ in range(settings.write_threads if self.writable else 0)
+        ]
+        self.recovered_chunks, self.recovery_seconds = 0, 0.0
+        self._recover()
+        self._start()
+
+    @property
+    def writable(self) -> bool:
+        return self.read_only_because is None
+
+    def refuses_stores(self) -> str | None:
+        """Why a store would be dropped here at this moment; None if it is welcome."""
+        if not self.writable:
+            return "read_mode"
+        if self.stalled:
+            return "stalled"
+        if self.parts.pause.active:
+            return "paused"
+        return None
+
+    def put_load(self, run: Run) -> None:
+        self.parts.pool.put_load(run)
+
+    def notice_stall(self, timeout: float) -> None:
+        """Compares the oldest call with ``timeout`` seconds; says so when it changes."""
+        age = self.parts.watch.oldest_age()
+        if (age > timeout) != self.stalled:
+            self.stalled = age > timeout
+            how = (
+                f"a call hangs for {age:.0f} s, lookups miss" if self.stalled else "moves again"
+            )
+            logger.warning("%s: %s", self.parts.root.path, how)
+
+    def switch_namespace(self, namespace: Namespace) -> None:
+        """Goes on in another namespace. No job may be in flight; the index is empty."""
+        for writer in self._writers:
+            writer.close_log()
+        self._leave_namespace()
+        self.parts.namespace = namespace
+        self._recover()
+
+    def shutdown(self, deadline: float) -> bool:
+        """Ends the threads; True if all ended by ``deadline`` (time.monotonic())."""
+        pool = self.parts.pool
+        pool.stop()
+        self._reclaimer.wake()
+        ended = pool.join(deadline)
+        if ended:
+            self._leave_namespace()
+            self.parts.descriptors.close()
+        return ended
+
+    def describe(self) -> dict[str, object]:
+        """Facts for the start-up line."""
+        parts = self.parts
+        geometry = parts.root.geometry
+        return {
+            "path": parts.root.path,
+            "file_system": file_system_of(parts.root.path),
+            "mode": "read_write" if self.writable else "read",
+            "read_only_because": self.read_only_because,
+            "direct_io": parts.io.last_mode,
+            "buffered_because": self.direct_because,
+            "page_bytes": geometry.page_bytes,
+            "segment_bytes": geometry.segment_bytes,
+            "slots": parts.root.slots,
+            "max_bytes": geometry.max_bytes,
+            "min_free_bytes": parts.root.min_free_bytes,
+            "recovered_chunks": self.recovered_chunks,
+            "recovery_seconds": self.recovery_seconds,
+        }
+
+    def stats(self, chunks: int) -> RootStats:
+        parts = self.parts
+        own = parts.counters.snapshot()
+        own["direct_refusals"] = parts.io.refusals
+        return RootStats(
+            path=parts.root.path,
+            healthy=not self.stalled and parts.pause.reason is None,
+            stalled=self.stalled,
+            paused=parts.pause.reason,
+            direct_io=parts.io.last_mode,
+            slots=parts.root.slots,
+            used_slots=len(parts.catalogue),
+            segment_bytes=parts.root.geometry.segment_bytes,
+            max_bytes=parts.root.geometry.max_bytes,
+            chunks=chunks,
+            queued_store_bytes=parts.pool.queued_store_bytes,
+            queued_loads=parts.pool.queued_loads,
+            counters=own,
+        )
+
+    def _room(self) -> int:
+        return max((writer.room() for writer in self._writers), default=0)
+
+    def _direct_refusal(
+        self, root: Root, settings: StoreSettings, syscalls: Syscalls, row: memoryview
+    ) -> str | None:
+        """Why the root is not used with direct I/O; None if it is."""
+        if settings.direct_io == "off":
+            return "direct_io is 'off'"
+        if root.read_only_because is not None:
+            return None  # nothing may be written to find out; a refusal shows when reading
+        page = root.geometry.page_bytes
+        pad = direct_io.page_aligned(fmt.round_up(len(row), page) - len(row))
+        try:
+            reason = direct_io.refusal(root.path, syscalls, page, row, pad)
+        except OSError as error:
+            raise StoreError(f"root_dir {root.path}: {explain(error)}") from error
+        if reason is not None and settings.direct_io == "on":
+            raise StoreError(f"root_dir {root.path}: direct_io = 'on', but {reason}")
+        return reason
+
+    def _recover(self) -> None:
+        began = time.monotonic()
+        parts = self.parts
+        try:
+            if self.writable:
+                self._namespace_lock = namespaces.enter(parts.root, parts.namespace)
+            with contextlib.suppress(FileNotFoundError):
+                self._refresher.recover()
+            if self.writable:
+                self._reclaimer.trim()
+                used = {segment.header.fingerprint for segment in parts.catalogue.all()}
+                namespaces.remove_dead(parts.root, used)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"root_dir {parts.root.path}: {explain(error)}") from error
+        segments = parts.catalogue.all()
+        self.recovered_chunks = sum(len(segment.keys) for segment in segments)
+        self.recovery_seconds = time.monotonic() - began
+
+    def _leave_namespace(self) -> None:
+        fd, self._namespace_lock = self._namespace_lock, None
+        if fd is not None:
+            locks.close(fd)
+
+    def _start(self) -> None:
+        loops: list[tuple[str, Callable[[], None]]] = [("refresh", self._refresh_loop)]
+        loops += [
+            (f"read-{n}", self._read_loop) for n in range(self.parts.settings.read_threads)
+        ]
+        loops += [(f"write-{n}", writer.loop) for n, writer in enumerate(self._writers)]
+        if self.writable:
+            loops.append(("reclaim", self._reclaimer.loop))
+        self.parts.pool.start(loops)
+
+    def _read_loop(self) -> None:
+        while (run := self.parts.pool.take_load()) is not None:
+            self.reader.run(run)
+
+    def _refresh_loop(self) -> None:
+        """Every interval; less often while the directory cannot be read."""
+        pause = interval = self.parts.settings.refresh_interval
+        while not self.parts.pool.wait_stopping(pause):
+            try:
+                self._refresher.refresh()
+                self.parts.drain_hits()
+                pause = interval
+            except OSError as error:
+                if pause == interval:
+                    logger.warning("%s: %s", self.parts.root.path, explain(error))
+                pause = min(2 * pause, max(interval, LONGEST_REFRESH_BACKOFF))
+
+
+def _capacity(root: Root, chunk_bytes: int, syscalls: Syscalls) -> int:
+    """About how many chunks the root holds when full."""
+    size = root.geometry.max_bytes
+    if size is None:
+        size = syscalls.total_bytes(root.path) - root.min_free_bytes
+    return max(1, min(MOST_POLICY_CHUNKS, size // chunk_bytes))
+
+
+def file_system_of(path: str) -> str:
+    """Type of the file system a path is on, as /proc/mounts calls it."""
+    best, kind = "", "unknown"
+    real = os.path.realpath(path)
+    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, point, found, *_ = line.split(" ")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, found
+    return kind

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is alive: flock on files, and none of it inherited.
+
+flock belongs to the open file, so it is held exactly as long as some process
+has that descriptor: it goes with a killed process, works between two stores of
+one process, and (as a byte-range lock) over NFS. A forked child would inherit
+the descriptor and with it keep a dead parent's locks; hence the registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from vllm_tiered_offload.store.api import StoreError
+from vllm_tiered_offload.store.syscalls import Syscalls, explain
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
+
+_held: set[int] = set()  # descriptors that carry a lock in this process
+
+
+def _close_all_in_child() -> None:
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+def keep(fd: int) -> None:
+    """Names a descriptor whose lock must not outlive this process in a child."""
+    _held.add(fd)
+
+
+def close(fd: int) -> None:
+    """Closes a descriptor and lets go of its lock; harmless where a fork closed it."""
+    _held.discard(fd)
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Locks without waiting. False when another holds it; OSError when locks fail."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def unlock(fd: int) -> None:
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def same_file(fd: int, path: str) -> bool:
+    """Whether ``path`` still names the open file: a lock on an unlinked file proves nothing."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+class RootLock:
+    """The one lock of a root, an exclusive flock on ``root.lock``.
+
+    Short critical sections only: create, number, adopt, evict. Each use opens the file
+    anew, so threads of one process exclude each other as processes do.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        syscalls: Syscalls,
+        *,
+        works: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.works = works  # False: the operator vouches that nobody else is there
+        self._syscalls = syscalls
+        self._clock = clock
+
+    @contextlib.contextmanager
+    def hold(self, timeout: float = 10.0) -> Iterator[int]:
+        """The locked descriptor of root.lock. Raises StoreError after ``timeout`` seconds."""
+        fd = self._syscalls.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        keep(fd)
+        try:
+            if self.works:
+                self._wait(fd, timeout)
+            yield fd
+        finally:
+            close(fd)
+
+    def _wait(self, fd: int, timeout: float) -> None:
+        end = self._clock() + timeout
+        pause = _FIRST_WAIT
+        while not try_lock(fd):
+            if self._clock() > end:
+                raise StoreError(f"{self.path} was not to be had for {timeout:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT)
+
+
+def probe(directory: str, syscalls: Syscalls) -> str | None:
+    """Whether flock excludes here: None if so, else what is wrong, in one line.
+
+    Sees this host only; that locks reach other hosts is the operator's word.
+    """
+    path = f"{directory}/.lock-probe-{os.getpid()}-{time.monotonic_ns()}"
+    fds = []
+    try:
+        fds.append(syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        fds.append(syscalls.open(path, os.O_RDWR, 0o600))
+        if not try_lock(fds[0]):
+            return "a fresh file is already locked"
+        return "two holders got one lock" if try_lock(fds[1]) else None
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            return explain(error)
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(OSError):
+            syscalls.unlink(path)

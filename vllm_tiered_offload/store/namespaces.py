@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests: what a fingerprint stands for, and whether a private one's owner lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+
+from vllm_tiered_offload.store import locks
+from vllm_tiered_offload.store.api import Namespace
+from vllm_tiered_offload.store.root import Root, write_json
+
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+
+def manifest_path(root: Root, fingerprint: str) -> str:
+    return f"{root.namespaces_dir}/{fingerprint}.json"
+
+
+def enter(root: Root, namespace: Namespace) -> int | None:
+    """Writes the manifest; a private namespace is locked until ``locks.close(result)``.
+
+    Raises OSError. Two processes of one private namespace both hold it.
+    """
+    path = manifest_path(root, namespace.fingerprint)
+    with root.lock.hold():
+        if not os.path.exists(path):
+            fields = {"private": namespace.private, "manifest": dict(namespace.manifest)}
+            write_json(path, fields)
+        if not namespace.private:
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        locks.keep(fd)
+        if root.lock.works:
+            locks.try_lock(fd, shared=True)
+        return fd
+
+
+def is_alive(root: Root, fingerprint: str) -> bool:
+    """Whether some process holds a private namespace. No manifest: no owner."""
+    try:
+        fd = os.open(manifest_path(root, fingerprint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return root.lock.works and not locks.try_lock(fd)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def remove_dead(root: Root, fingerprints_in_use: set[str]) -> int:
+    """Deletes manifests of private namespaces that have neither an owner nor a segment."""
+    removed = 0
+    with root.lock.hold():
+        for name in os.listdir(root.namespaces_dir):
+            fingerprint, _, suffix = name.partition(".")
+            if suffix != "json" or fingerprint in fingerprints_in_use:
+                continue
+            if _is_private(f"{root.namespaces_dir}/{name}") and not is_alive(root, fingerprint):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"{root.namespaces_dir}/{name}")
+                    removed += 1
+    return removed
+
+
+def _is_private(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return bool(json.load(file)["private"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the threads of one root share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store.api import Namespace, StoreSettings
+from vllm_tiered_offload.store.counters import Counters
+from vllm_tiered_offload.store.descriptors import Descriptors
+from vllm_tiered_offload.store.direct_io import BlockIO
+from vllm_tiered_offload.store.eviction import SecondChance
+from vllm_tiered_offload.store.index import Index
+from vllm_tiered_offload.store.io_pool import IoPool
+from vllm_tiered_offload.store.jobs import JobTable
+from vllm_tiered_offload.store.root import Root
+from vllm_tiered_offload.store.segment import Segment, State
+from vllm_tiered_offload.store.slots import Slots
+from vllm_tiered_offload.store.syscalls import Syscalls
+from vllm_tiered_offload.store.watch import Pause, Watch
+
+
+class Catalogue:
+    """Every segment of the root this process has met, of all namespaces, by path."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: dict[str, Segment] = {}
+        self.leftovers: set[str] = set()  # files in slots that hold nothing readable
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def get(self, path: str) -> Segment | None:
+        return self._segments.get(path)
+
+    def put(self, segment: Segment) -> None:
+        with self._lock:
+            self._segments[segment.path] = segment
+            self.leftovers.discard(segment.path)
+
+    def remove(self, segment: Segment) -> None:
+        with self._lock:
+            if self._segments.get(segment.path) is segment:
+                del self._segments[segment.path]
+
+    def all(self) -> list[Segment]:
+        with self._lock:
+            return list(self._segments.values())
+
+    def closed(self) -> list[Segment]:
+        """Candidates for eviction, the oldest first."""
+        closed = [segment for segment in self.all() if segment.state is State.CLOSED]
+        return sorted(closed, key=lambda segment: segment.sequence)
+
+
+@dataclass(slots=True)
+class Parts:
+    """One root in one process."""
+
+    number: int  # of the root among the store's
+    settings: StoreSettings
+    namespace: Namespace
+    chunk_bytes: int
+    root: Root
+    syscalls: Syscalls
+    io: BlockIO
+    slots: Slots
+    index: Index
+    jobs: JobTable
+    pool: IoPool
+    descriptors: Descriptors
+    policy: SecondChance
+    watch: Watch
+    pause: Pause
+    forget_storing: Callable[[Sequence[bytes]], None]
+    drain_hits: Callable[[], None]
+    counters: Counters = field(default_factory=Counters)
+    catalogue: Catalogue = field(default_factory=Catalogue)
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def stride(self) -> int:
+        """Bytes a payload takes in a file."""
+        return fmt.round_up(self.chunk_bytes, self.root.geometry.page_bytes)
+
+    def forget(self, segment: Segment) -> int:
+        """A segment is gone: returns how many chunks went with it."""
+        segment.gone = True
+        removed = self.index.drop(segment) if segment.ordinal >= 0 else []
+        self.catalogue.remove(segment)
+        self.descriptors.forget(segment)
+        with self.index.lock:
+            self.policy.on_evicted(removed)
+        return len(removed)

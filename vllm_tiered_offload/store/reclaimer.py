@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Freeing slots ahead of need: the mechanism of eviction; ``eviction`` is the policy.
+
+The root's oldest closed segment goes, whoever wrote it. Before it does, this process moves
+the chunks that deserve it into what is left of its open segment. Loads are never held up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from vllm_tiered_offload.store import faults, locks
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store.direct_io import IOV_MAX, page_aligned
+from vllm_tiered_offload.store.index import RECORD_BITS
+from vllm_tiered_offload.store.io_pool import Piece
+from vllm_tiered_offload.store.namespaces import is_alive
+from vllm_tiered_offload.store.parts import Parts
+from vllm_tiered_offload.store.segment import Segment
+from vllm_tiered_offload.store.slots import Removal
+from vllm_tiered_offload.store.syscalls import explain
+
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+HIT_GRACE = 1.0  # seconds a look-up's HIT keeps a segment: its load is on the way
+COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
+
+
+class Reclaimer:
+    """Frees slots of one root, in its own thread or in a writer that found none."""
+
+    def __init__(self, parts: Parts, room: Callable[[], int]) -> None:
+        self._parts = parts
+        self._room = room  # chunks that fit into the open segments
+        self._turn = threading.Lock()  # one victim at a time in this process
+        self._wake = threading.Event()
+        self._starving = 0  # writers that wait for a slot
+        self._scratch: memoryview | None = None
+
+    def wake(self) -> None:
+        """A slot was taken: there may be too few left."""
+        self._wake.set()
+
+    def loop(self) -> None:
+        """The thread: keeps one free slot per writer until the pool stops."""
+        while not self._parts.pool.stopping:
+            self._wake.wait(self._parts.settings.refresh_interval)
+            self._wake.clear()
+            try:
+                self.keep_slots_free()
+            except OSError as error:
+                logger.debug("reclaiming in %s: %s", self._parts.root.path, explain(error))
+
+    def keep_slots_free(self) -> None:
+        """Evicts until there is a slot, and room for it, for each writer."""
+        while not self._parts.pool.stopping and self._short_of_slots():
+            self.trim()
+            if not self._short_of_slots():
+                return
+            with self._turn:
+                if not self._evict_one(copy=True):
+                    return
+
+    def free_one(self) -> bool:
+        """Called by a writer without a slot: evicts one segment at once, copying nothing."""
+        self._starving += 1
+        try:
+            with self._turn:
+                return self._evict_one(copy=False)
+        finally:
+            self._starving -= 1
+
+    def trim(self) -> int:
+        """Removes what lies at or above slot N, and what holds nothing. Returns how many."""
+        parts, removed = self._parts, 0
+        with parts.root.lock.hold():
+            limit = parts.root.slots
+            for path in list(parts.catalogue.leftovers):
+                if parts.slots.remove(path, 0) is Removal.DONE:
+                    parts.counters.add(removed_leftovers=1)
+                    removed += 1
+                parts.catalogue.leftovers.discard(path)
+            for segment in parts.catalogue.closed():
+                if segment.header.slot >= limit:
+                    removed += self._take_claim(segment)
+        return removed
+
+    def _short_of_slots(self) -> bool:
+        wanted = self._parts.settings.write_threads
+        used = sum(1 for path in self._parts.slots.list().values() if path)
+        if self._parts.root.slots - used < wanted:
+            return True
+        return not self._parts.slots.has_free_space(wanted)
+
+    def _candidates(self) -> Iterator[Segment]:
+        """Victims in order: of dead private namespaces, then the oldest. Needs no lock."""
+        parts = self._parts
+        parts.drain_hits()
+        closed = [segment for segment in parts.catalogue.closed() if not segment.undeletable]
+        closed.sort(key=lambda segment: not self._can_never_hit(segment))  # stable
+        recent = parts.clock() - HIT_GRACE
+        cold = [segment for segment in closed if segment.hit_at < recent]
+        warm = [segment for segment in closed if segment.hit_at >= recent]
+        return (segment for segment in [*cold, *warm] if segment.loads == 0)
+
+    def _can_never_hit(self, segment: Segment) -> bool:
+        """A private namespace dies with the process that holds its manifest's lock."""
+        header = segment.header
+        ours = header.fingerprint == self._parts.namespace.fingerprint
+        return (
+            header.private and not ours and not is_alive(self._parts.root, header.fingerprint)
+        )
+
+    def _evict_one(self, *, copy: bool) -> bool:
+        """Removes the first candidate that lets itself be removed."""
+        for segment in self._candidates():
+            faults.point("reclaimer.victim_chosen")
+            if copy:
+                self._copy_hot(segment)
+            with self._parts.root.lock.hold():
+                claim = self._claim(segment)
+            if claim is not None and self._finish(segment, claim):
+                return True
+        return False
+
+    def _take_claim(self, segment: Segment) -> int:
+        claim = self._claim(segment)
+        return int(claim is not None and self._finish(segment, claim))
+
+    def _claim(self, segment: Segment) -> int | None:
+        """The victim's locked descriptor, once nothing here reads it. Under the root lock."""
+        parts = self._parts
+        claim = parts.slots.claim(segment.path, segment.sequence)
+        if claim is Removal.CHANGED:
+            parts.forget(segment)
+        if claim is Removal.REFUSED:
+            self._give_up(segment)
+        if isinstance(claim, Removal):
+            return None
+        with parts.index.lock:
+            if segment.loads:
+                locks.close(claim)
+                return None
+            segment.gone = True
+        return claim
+
+    def _finish(self, segment: Segment, fd: int) -> bool:
+        parts = self._parts
+        chunks = parts.forget(segment)
+        with parts.watch.operation():
+            removal = parts.slots.finish(segment.path, fd)
+        if removal is not Removal.DONE:
+            self._give_up(segment)
+            return False
+        parts.counters.add(evicted_segments=1, evicted_chunks=chunks)
+        return True
+
+    def _give_up(self, segment: Segment) -> None:
+        segment.undeletable = True
+        self._parts.counters.add(undeletable_segments=1)
+        logger.warning("%s cannot be removed; it keeps its slot", segment.path)
+
+    def _copy_hot(self, victim: Segment) -> None:
+        """Moves the chunks of ``victim`` that the policy picks, as far as there is room."""
+        parts = self._parts
+        if victim.ordinal < 0 or victim.examined:
+            return
+        victim.examined = True
+        records = parts.index.live_records(victim)
+        with parts.index.lock:
+            keys = [victim.keys[record] for record in records]
+            chosen = set(parts.policy.choose_copies(keys, self._room()))
+        wanted = [record for record in records if victim.keys[record] in chosen]
+        with parts.index.lock:
+            if victim.gone:
+                return
+            victim.loads += 1  # keeps other threads of this process from evicting it
+        try:
+            for batch in _batches(wanted, self._chunks_per_copy()):
+                if not self._copy(victim, batch):
+                    return
+        finally:
+            with parts.index.lock:
+                victim.loads -= 1
+
+    def _chunks_per_copy(self) -> int:
+        return max(1, min(self._parts.settings.io_bytes // self._parts.stride, IOV_MAX // 3))
+
+    def _copy(self, victim: Segment, records: list[int]) -> bool:
+        """Reads, verifies and hands a batch to a writer. False when it is no use to go on."""
+        parts = self._parts
+        payloads = self._read(victim, records)
+        good = [(r, p) for r, p in zip(records, payloads, strict=True) if p is not None]
+        if not good:
+            return True
+        piece = Piece(
+            None,
+            [victim.keys[record] for record, _ in good],
+            [payload for _, payload in good],
+            [victim.checksums[record] for record, _ in good],
+            [victim.ordinal << RECORD_BITS | record for record, _ in good],
+        )
+        faults.point("reclaimer.before_copy")
+        parts.pool.put_copy(piece)
+        while not piece.done.wait(COPY_WAIT):
+            # The buffer belongs to a writer that has begun; otherwise it must not wait for us.
+            if (self._starving or parts.pool.stopping) and parts.pool.withdraw_copy(piece):
+                return False
+        faults.point("reclaimer.after_copy")
+        return True
+
+    def _read(self, victim: Segment, records: list[int]) -> list[memoryview | None]:
+        """Payloads that have the checksum they were stored with; None for the others."""
+        parts, stride = self._parts, victim.stride
+        if self._scratch is None:
+            self._scratch = page_aligned(self._chunks_per_copy() * stride)
+        payloads: list[memoryview | None] = []
+        for place, record in enumerate(records):
+            row = self._scratch[place * stride : (place + 1) * stride]
+            payload = row[: victim.header.chunk_bytes]
+            began = time.monotonic_ns()
+            try:
+                with parts.watch.operation(), parts.descriptors.use(victim) as fd:
+                    count = parts.io.read(fd, [row], victim.offsets[record])
+            except OSError:
+                count = 0
+            parts.counters.add(read_bytes=count, read_ns=time.monotonic_ns() - began)
+            seed = fmt.payload_seed(victim.header.fingerprint, victim.keys[record])
+            right = count == stride and fmt.digest(payload, seed) == victim.checksums[record]
+            if not right:
+                parts.index.discard(victim, record)
+            payloads.append(payload if right else None)
+        return payloads
+
+
+def _batches(records: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(records), size):
+        yield records[start : start + size]

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is in the root: at the start, and what other processes changed since.
+
+A refresh is one stat of the directory and a look at the segments that others still write;
+the directory is listed only when it changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store import locks
+from vllm_tiered_offload.store.parts import Parts
+from vllm_tiered_offload.store.recovery import Kind, SegmentReader
+from vllm_tiered_offload.store.segment import Segment, State
+
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+# A directory changed twice within one tick of the file system's clock shows one time.
+CLOCK_GRAIN = 2.0
+LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
+_YIELD_AFTER = 64  # files
+
+
+class Refresher:
+    """Keeps catalogue and index in step with the files. One thread at a time."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._reader = SegmentReader(parts.io)
+        self._listed_at: tuple[int, int] = (0, 0)  # directory's mtime, wall clock then
+        self._refreshes = 0
+        self._reported: dict[str, tuple[int, int]] = {}  # odd files already counted
+
+    def recover(self) -> None:
+        """Everything there is, oldest first, so that the youngest copy of a chunk wins.
+
+        Raises OSError when the directory cannot be read.
+        """
+        self._forget_namespace()
+        self._listed_at = (0, 0)
+        self._list()
+        for segment in sorted(self._parts.catalogue.all(), key=lambda found: found.sequence):
+            if segment.ordinal >= 0 and segment.state is State.OPEN:
+                self._look_at(segment)
+
+    def refresh(self) -> None:
+        """One round. Raises OSError when the directory cannot be read."""
+        with self._parts.watch.operation():
+            self._refreshes += 1
+            if self._directory_changed():
+                self._list()
+            for segment in self._parts.catalogue.all():
+                if segment.ordinal >= 0 and segment.state is State.OPEN:
+                    self._look_at(segment)
+
+    def _forget_namespace(self) -> None:
+        """After a switch of namespace every file is looked at anew."""
+        for segment in self._parts.catalogue.all():
+            self._parts.catalogue.remove(segment)
+
+    def _directory_changed(self) -> bool:
+        mtime = self._parts.syscalls.stat(self._parts.root.segments_dir).st_mtime_ns
+        seen, at = self._listed_at
+        recent = at - mtime < CLOCK_GRAIN * 1e9
+        return mtime != seen or recent or self._refreshes % LIST_ANYWAY_AFTER == 0
+
+    def _list(self) -> None:
+        mtime = self._parts.syscalls.stat(self._parts.root.segments_dir).st_mtime_ns
+        self._listed_at = (mtime, time.time_ns())
+        files = self._parts.slots.list()
+        present = set(files.values())
+        for segment in self._parts.catalogue.all():
+            if segment.path not in present and segment.state is not State.OWN:
+                self._lost(segment)
+        self._parts.catalogue.leftovers.intersection_update(present)
+        for number, path in enumerate(files.values()):
+            self._compare(path)
+            if number % _YIELD_AFTER == 0:
+                time.sleep(0)
+
+    def _compare(self, path: str) -> None:
+        """A slot may hold another file than last time under the same name."""
+        known = self._parts.catalogue.get(path)
+        if known is not None and known.state is State.OWN:
+            return
+        try:
+            info = self._parts.syscalls.stat(path)
+            identity = (info.st_ino, info.st_ctime_ns)
+            if known is not None and known.identity == identity:
+                return
+            if self._reported.get(path) != identity:
+                self._examine(path, known, identity)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._report(path, (0, 0), "unreadable", str(error))
+
+    def _examine(self, path: str, known: Segment | None, identity: tuple[int, int]) -> None:
+        parts = self._parts
+        fd = parts.io.open(path, os.O_RDONLY)
+        try:
+            kind, header = self._reader.identify(fd)
+        finally:
+            os.close(fd)
+        if known is not None:
+            if header is not None and header.sequence == known.sequence:
+                known.identity = identity
+                return
+            self._lost(known)
+        if header is None:
+            self._odd(path, kind, identity)
+            return
+        parts.slots.highest_sequence = max(parts.slots.highest_sequence, header.sequence)
+        segment = Segment(parts.number, path, header, State.CLOSED)
+        segment.identity = identity
+        if self._is_ours(header):
+            segment.state = State.OPEN
+            parts.index.register(segment)
+        # Whether another namespace's segment still has a writer is for its lock to say,
+        # when it comes to evicting it.
+        parts.catalogue.put(segment)
+
+    def _is_ours(self, header: fmt.PageBlock) -> bool:
+        parts = self._parts
+        same_pages = header.page_bytes == parts.root.geometry.page_bytes
+        return (
+            header.fingerprint == parts.namespace.fingerprint
+            and header.chunk_bytes == parts.chunk_bytes
+            and same_pages
+        )
+
+    def _look_at(self, segment: Segment) -> None:
+        """Reads what is new in a segment that was open when last seen."""
+        try:
+            fd = self._parts.io.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError:
+            self._lost(segment)
+            return
+        except OSError as error:
+            self._report(segment.path, (0, 0), "unreadable", str(error))
+            return
+        try:
+            kind, header = self._reader.identify(fd)
+            if kind is not Kind.SEGMENT or header is None or header != segment.header:
+                self._lost(segment)
+            elif self._has_writer(fd):
+                self._follow(fd, segment)
+            else:
+                self._finish(fd, segment)
+                info = os.fstat(fd)
+                segment.identity = (info.st_ino, info.st_ctime_ns)
+        finally:
+            os.close(fd)
+
+    def _has_writer(self, fd: int) -> bool:
+        """A header without a lock has no living writer: it is written under the lock.
+
+        Where locks do not work, nobody else is there (exclusive) or nobody can tell.
+        """
+        if not self._parts.root.lock.works:
+            return not self._parts.settings.exclusive
+        try:
+            if not locks.try_lock(fd, shared=True):
+                return True
+            locks.unlock(fd)
+        except OSError:
+            return True
+        return False
+
+    def _follow(self, fd: int, segment: Segment) -> None:
+        """Takes the extents that a living writer has declared readable."""
+        scan = self._reader.scan(fd, segment.header, segment.scanned_to)
+        for extent in scan.extents:
+            if extent.end <= scan.committed:
+                self._take(segment, extent.records)
+        segment.scanned_to = max(segment.scanned_to, scan.committed)
+
+    def _finish(self, fd: int, segment: Segment) -> None:
+        """Nobody writes it any more: footer if there is one, else all that can be trusted."""
+        try:
+            records = self._reader.footer(fd, segment.header)
+        except fmt.FormatError as error:
+            self._report(segment.path, (0, 0), "footer", str(error))
+            records = None
+        if records is not None:
+            self._take(segment, records[len(segment.keys) :])
+        else:
+            self._adopt(fd, segment)
+        segment.state = State.CLOSED
+
+    def _adopt(self, fd: int, segment: Segment) -> None:
+        """A dead writer's: above its last mark only payloads that prove themselves."""
+        scan = self._reader.scan(fd, segment.header, segment.scanned_to)
+        for extent in scan.extents:
+            records = extent.records
+            if extent.end > scan.committed:
+                records = records[self._reader.payloads_match(fd, segment.header, records)]
+            self._take(segment, records)
+        segment.scanned_to = scan.next_offset
+        self._parts.counters.add(adopted_segments=1)
+
+    def _take(self, segment: Segment, records: fmt.Records) -> None:
+        keys = fmt.record_keys(records)
+        offsets, checksums = records["offset"].tolist(), records["checksum"].tolist()
+        self._parts.index.offer(segment, keys, offsets, checksums)
+
+    def _lost(self, segment: Segment) -> None:
+        """Somebody else removed or replaced it."""
+        self._parts.forget(segment)
+
+    def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
+        if kind in (Kind.EMPTY, Kind.DAMAGED):
+            self._parts.catalogue.leftovers.add(path)
+        if kind is Kind.NEWER:
+            self._report(path, identity, "newer", "written by a newer version; left alone")
+        elif kind is Kind.DAMAGED:
+            self._report(path, identity, "header", "no valid header")
+
+    def _report(self, path: str, identity: tuple[int, int], what: str, detail: str) -> None:
+        """Counts and logs an odd file, once for each state it is seen in."""
+        if self._reported.get(path) == identity:
+            return
+        if len(self._reported) > 10_000:
+            self._reported.clear()
+        self._reported[path] = identity
+        self._parts.counters.count("newer_segments" if what == "newer" else f"damaged.{what}")
+        logger.warning("%s: %s: %s", path, what, detail)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One directory: its geometry, its lock, its bound.
+
+::
+
+    root.json                      format, page_bytes, segment_bytes, max_bytes
+    root.lock                      the one lock; holds the next sequence number
+    namespaces/<fingerprint>.json  what a namespace stands for; locked while a private one lives
+    segments/000000.seg            slots 0 .. N-1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store import locks
+from vllm_tiered_offload.store.api import MIB, StoreError, StoreSettings
+from vllm_tiered_offload.store.locks import RootLock
+from vllm_tiered_offload.store.syscalls import Syscalls, explain
+
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+SLACK_BYTES = MIB  # directories, root.json, root.lock
+SLOT_OVERHEAD_BYTES = 64 << 10  # a file system's own blocks for one segment
+LARGEST_SEGMENT_BYTES = 256 * MIB
+SEGMENTS_PER_ROOT = 64
+COMFORTABLE_CHUNKS = 4  # fewer in a segment, and its four pages of overhead begin to count
+MOST_SLOTS = 999_999
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What root.json says; the same for every process that uses the root."""
+
+    page_bytes: int
+    segment_bytes: int
+    max_bytes: int | None
+
+
+class Root:
+    """Paths and numbers of one root. ``open_root`` makes one."""
+
+    def __init__(
+        self, path: Path, geometry: Geometry, min_free_bytes: int, lock: RootLock
+    ) -> None:
+        self.path = str(path)
+        self.segments_dir = f"{self.path}/segments"
+        self.namespaces_dir = f"{self.path}/namespaces"
+        self.geometry = geometry
+        self.min_free_bytes = min_free_bytes
+        self.lock = lock
+        self.foreign_bytes = 0
+        self.read_only_because: str | None = None
+
+    def slot_path(self, slot: int) -> str:
+        return f"{self.segments_dir}/{slot:06d}.seg"
+
+    @property
+    def slots(self) -> int:
+        """N: slots with this number or a higher one are over the bound."""
+        geometry = self.geometry
+        if geometry.max_bytes is None:
+            return MOST_SLOTS
+        room = geometry.max_bytes - SLACK_BYTES - self.foreign_bytes
+        return max(0, min(MOST_SLOTS, room // (geometry.segment_bytes + SLOT_OVERHEAD_BYTES)))
+
+    def measure_foreign(self) -> None:
+        """Counts what lies under the root and is no slot: it takes from the bound.
+
+        So does the part of an over-long segment that is past its end.
+        """
+        total, segment_bytes = 0, self.geometry.segment_bytes
+        for directory, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    stat = os.lstat(f"{directory}/{name}")
+                    allocated = stat.st_blocks * 512
+                    if directory == self.segments_dir and slot_number(name) is not None:
+                        allocated -= segment_bytes + SLOT_OVERHEAD_BYTES
+                    total += max(0, allocated)
+        self.foreign_bytes = total
+
+    def reload(self) -> bool:
+        """Follows a root.json that another process has changed. True if it did."""
+        geometry = read_geometry(self.path)
+        if geometry is None or geometry == self.geometry:
+            return False
+        self.geometry = geometry
+        return True
+
+
+def slot_number(name: str) -> int | None:
+    """The number in a slot's file name; None for any other name."""
+    stem, dot, suffix = name.partition(".")
+    if dot and suffix == "seg" and len(stem) == 6 and stem.isdecimal() and stem.isascii():
+        return int(stem)
+    return None
+
+
+def segment_bytes_needed(chunk_bytes: int, chunks: int, page_bytes: int) -> int:
+    """Length of a segment that holds so many chunks in one extent."""
+    stride = fmt.round_up(chunk_bytes, page_bytes)
+    tables = 2 * fmt.table_bytes(chunks, page_bytes)
+    return 2 * page_bytes + tables + chunks * stride
+
+
+def choose_segment_bytes(
+    budget: int, chunk_bytes: int, page_bytes: int, least_slots: int, wanted: int | None
+) -> int:
+    """A 64th of the budget, at most 256 MiB; more where chunks are too large for that."""
+    usual = min(LARGEST_SEGMENT_BYTES, budget // SEGMENTS_PER_ROOT)
+    size = (usual if wanted is None else wanted) // page_bytes * page_bytes
+    if wanted is None:
+        comfortable = segment_bytes_needed(chunk_bytes, COMFORTABLE_CHUNKS, page_bytes)
+        most = (budget - SLACK_BYTES) // least_slots - SLOT_OVERHEAD_BYTES
+        size = max(size, min(comfortable, most // page_bytes * page_bytes))
+        size = max(size, segment_bytes_needed(chunk_bytes, 1, page_bytes))
+    return size
+
+
+def open_root(
+    path: Path,
+    settings: StoreSettings,
+    chunk_bytes: int,
+    syscalls: Syscalls,
+    page_bytes: int,
+) -> Root:
+    """Opens a root, makes it where it is missing, and settles its geometry.
+
+    Raises StoreError, in one line, for a root that cannot serve these settings.
+    """
+    try:
+        return _open_root(path, settings, chunk_bytes, syscalls, page_bytes)
+    except StoreError:
+        raise
+    except OSError as error:
+        where = error.filename or path
+        raise StoreError(f"root_dir {path}: {explain(error)} ({where})") from error
+
+
+def _open_root(
+    path: Path,
+    settings: StoreSettings,
+    chunk_bytes: int,
+    syscalls: Syscalls,
+    page_bytes: int,
+) -> Root:
+    reading = settings.mode == "read"
+    lock = RootLock(f"{path}/root.lock", syscalls)
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"root_dir {path} is not a directory")
+    if reading:
+        if not path.is_dir():
+            raise StoreError(f"root_dir {path} does not exist, and mode 'read' creates nothing")
+        found = read_geometry(str(path)) or Geometry(page_bytes, LARGEST_SEGMENT_BYTES, None)
+        root = Root(path, found, 0, lock)
+        root.read_only_because = "mode is 'read'"
+        return root
+    for directory in (path, path / "segments", path / "namespaces"):
+        _make_private_dir(directory)
+    problem = locks.probe(str(path), syscalls)
+    lock.works = problem is None
+    with lock.hold():
+        geometry = _settle_geometry(path, settings, chunk_bytes, syscalls, page_bytes)
+    min_free = settings.min_free_bytes
+    if min_free is None:
+        total = syscalls.total_bytes(str(path))
+        min_free = total // 10 if settings.max_bytes is None else 0
+    root = Root(path, geometry, min_free, lock)
+    root.read_only_because = None if settings.exclusive else problem
+    root.measure_foreign()
+    _require_room(root, settings, chunk_bytes, syscalls)
+    return root
+
+
+def _make_private_dir(path: Path) -> None:
+    """0700 whatever the umask; a directory that is there keeps its mode."""
+    if path.is_symlink() and path.name in ("segments", "namespaces"):
+        raise StoreError(f"{path} is a symbolic link; the store does not follow one")
+    if not path.is_dir():
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.chmod(0o700)
+
+
+def _settle_geometry(
+    path: Path,
+    settings: StoreSettings,
+    chunk_bytes: int,
+    syscalls: Syscalls,
+    page_bytes: int,
+) -> Geometry:
+    """What is there stays while segments are; the bound is the newest process's."""
+    found = read_geometry(str(path))
+    used = any(slot_number(entry.name) is not None for entry in os.scandir(path / "segments"))
+    if found is not None and used:
+        size, page_bytes = found.segment_bytes, found.page_bytes
+        if settings.segment_bytes not in (None, size):
+            raise StoreError(
+                f"segment_bytes = {settings.segment_bytes}, but the segments of {path} "
+                f"have {size} bytes"
+            )
+    else:
+        budget = settings.max_bytes or syscalls.total_bytes(str(path))
+        least = least_slots(settings)
+        size = choose_segment_bytes(
+            budget, chunk_bytes, page_bytes, least, settings.segment_bytes
+        )
+    geometry = Geometry(page_bytes, size, settings.max_bytes)
+    if geometry != found:
+        if found is not None and found.max_bytes != settings.max_bytes:
+            logger.info(
+                "%s: max_bytes is now %s, was %s", path, settings.max_bytes, found.max_bytes
+            )
+        write_geometry(str(path), geometry)
+    return geometry
+
+
+def least_slots(settings: StoreSettings) -> int:
+    """One to fill and one to read per writer, and one to free."""
+    return 2 * settings.write_threads + 1
+
+
+def _require_room(
+    root: Root, settings: StoreSettings, chunk_bytes: int, syscalls: Syscalls
+) -> None:
+    geometry = root.geometry
+    needed = segment_bytes_needed(chunk_bytes, 1, geometry.page_bytes)
+    if geometry.segment_bytes < needed:
+        raise StoreError(
+            f"root_dir {root.path}: segments of {geometry.segment_bytes} bytes cannot hold a "
+            f"chunk of {chunk_bytes} bytes; use another root_dir, or segment_bytes of {needed} "
+            "or more in an empty one"
+        )
+    least = least_slots(settings)
+    if root.slots < least:
+        per_slot = geometry.segment_bytes + SLOT_OVERHEAD_BYTES
+        enough = SLACK_BYTES + root.foreign_bytes + least * per_slot
+        raise StoreError(
+            f"root_dir {root.path}: max_bytes = {geometry.max_bytes} holds {root.slots} "
+            f"segments of {geometry.segment_bytes} bytes, {least} are needed; "
+            f"use {enough} or more"
+        )
+    if geometry.max_bytes is None and root.min_free_bytes >= syscalls.total_bytes(root.path):
+        raise StoreError(
+            f"min_free_bytes = {root.min_free_bytes} is more than the file system of "
+            f"{root.path} has"
+        )
+
+
+def read_geometry(path: str) -> Geometry | None:
+    """root.json; None where there is none. Raises StoreError for a damaged or newer one."""
+    try:
+        with open(f"{path}/root.json", encoding="utf-8") as file:
+            fields = json.load(file)
+        if fields["format"] != fmt.VERSION:
+            raise StoreError(
+                f"{path}/root.json is of format {fields['format']}, not {fmt.VERSION}"
+            )
+        found = Geometry(fields["page_bytes"], fields["segment_bytes"], fields["max_bytes"])
+        if found.page_bytes < fmt.MIN_PAGE_BYTES or found.segment_bytes % found.page_bytes:
+            raise ValueError(f"{found}")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path}/root.json is damaged ({error!r}); remove it") from error
+    return found
+
+
+def write_geometry(path: str, geometry: Geometry) -> None:
+    write_json(f"{path}/root.json", {"format": fmt.VERSION, **asdict(geometry)})
+
+
+def write_json(path: str, fields: Mapping[str, object]) -> None:
+    """Replaces a file at once, mode 0600. Call under the root lock."""
+    fresh = f"{path}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(fresh)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        data = json.dumps(fields, indent=1, sort_keys=True, default=str).encode() + b"\n"
+        if os.write(fd, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fresh)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(fresh, path)
