@@ -126,16 +126,16 @@ def test_worker_and_scheduler_map_the_same_bytes(tmp_path: Path, closing: Closin
     assert rows.ctypes.data % PAGE == 0
 
 
-def test_the_scheduler_names_the_ranks_that_have_not_joined(
-    tmp_path: Path, closing: Closing
-) -> None:
+def test_ranks_that_have_not_joined_are_named(tmp_path: Path) -> None:
     settings = {"page": ODD, "world_size": 3, "region_join_timeout": 1}
     config = make_config([disk(tmp_path)], engine_id="three", rank=1, **settings)
-    closing(AlignedTieringOffloadingSpec(config)).get_worker(caches())
-    spec = closing(AlignedTieringOffloadingSpec(config))
-    with pytest.raises(RegionError, match=r"0.*2"):
-        spec.get_manager()
-    assert spec._manager is None
+    worker = AlignedTieringOffloadingSpec(config)
+    with pytest.raises(RegionError, match=r"ranks 0, 2 of 3"):
+        worker.get_worker(caches())
+    scheduler = AlignedTieringOffloadingSpec(config)
+    with pytest.raises(RegionError, match="none of its workers is on this host"):
+        scheduler.get_manager()
+    assert scheduler._manager is None
 
 
 def test_a_tier_that_cannot_start_leaves_nothing_behind(

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_tiered_offload.config import ConfigError, SpecSettings
 from vllm_tiered_offload.region.shared_region import RegionSettings, SharedOffloadRegion
+from vllm_tiered_offload.region.topology import refuse_other_hosts
 from vllm_tiered_offload.spec.facts import collect_facts
 from vllm_tiered_offload.worker.host import HostOffloadingWorker
 
@@ -50,6 +52,10 @@ class AlignedSpec:
         self.settings = SpecSettings.parse(config.extra_config, tiering=self.TIERING)
         self.BLOCK_SIZE_ALIGNMENT = self._alignment()
         self.settings.check_root_dirs()
+        if self._uses_shared_region():
+            # None in a scheduler behind the stock connector; its workers know.
+            known = get_current_vllm_config_or_none()
+            refuse_other_hosts(known and known.parallel_config)
         extra = self.settings.vllm_extra_config()
         if "secondary_tiers" in extra:
             # vLLM merges backpressure defaults into these dictionaries; the
@@ -108,6 +114,7 @@ class AlignedSpec:
         return SharedOffloadRegion(
             rank=0 if self.replicated_layout else rank,
             joining_rank=rank,
+            scheduler_joins=self.TIERING,
             facts=collect_facts(self, kv_caches),
             **self._region_arguments(),
         )
