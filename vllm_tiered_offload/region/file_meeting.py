@@ -12,7 +12,7 @@ from vllm_tiered_offload.region.claim import name_of
 from vllm_tiered_offload.region.file_place import FilePlace, try_lock
 from vllm_tiered_offload.region.forks import PrivateFd
 from vllm_tiered_offload.region.patience import Patience
-from vllm_tiered_offload.region.seat import Awaited, Joining, Seat, late
+from vllm_tiered_offload.region.seat import Awaited, Joining, Seat
 from vllm_tiered_offload.region.settings import RegionError
 
 _POLL = 0.05
@@ -32,7 +32,11 @@ class FileSeat(Seat):
         self._record = record  # None for the scheduler
         self._owner = os.getpid()
         self._closed = False
-        self.ranks = {}
+        self._ranks: dict[int, dict[str, object]] = {}
+
+    @property
+    def ranks(self) -> dict[int, dict[str, object]]:
+        return self._ranks
 
     def fileno(self) -> int:
         return self._region.fileno()
@@ -42,7 +46,7 @@ class FileSeat(Seat):
             if self._record is not None:
                 self._write_record(mapped=True)
             elif there and self._place.names(self.fileno()):
-                self.ranks = self._present()
+                self._ranks = self._present()
                 if not self._missing():
                     self._place.remove()  # all have it: the name has done its work
 
@@ -61,25 +65,26 @@ class FileSeat(Seat):
         return present
 
     def _missing(self) -> list[int]:
-        return [r for r in range(self._joining.claim.world_size) if r not in self.ranks]
+        return [r for r in range(self._joining.claim.world_size) if r not in self._ranks]
 
-    def wait_for_all(self, deadline: float) -> None:
+    def wait_for_all(self, deadline: float) -> bool:
         joining = self._joining
-        awaited = Awaited(joining)
+        awaited = Awaited(joining.claim.engine_id, joining.clock)
         while self._look():
             awaited.tell(self._missing())
             if joining.clock() >= deadline:
-                raise late(joining, self._missing())
+                return False
             time.sleep(_POLL)
+        return True
 
     def _look(self) -> bool:
         """Whether ranks are missing. A name that is gone says that none were."""
         world_size = self._joining.claim.world_size
         with self._place.locked(make=False) as there:
             if not there or not self._place.names(self.fileno()):
-                self.ranks = {r: self.ranks.get(r, {}) for r in range(world_size)}
+                self._ranks = {r: self._ranks.get(r, {}) for r in range(world_size)}
                 return False
-            self.ranks = self._present()
+            self._ranks = self._present()
             missing = bool(self._missing())
             if not missing and not self._joining.scheduler_joins:
                 self._place.remove()
@@ -168,7 +173,7 @@ class FileMeeting:
         joining, place = self._joining, self._place
         if joining.rank is None:
             seat = FileSeat(joining, place, region, None)
-            seat.ranks = seat._present()
+            seat._ranks = seat._present()
             if seat._missing() and not self._patience.is_over():
                 region.close()
                 self._patience.incomplete()

@@ -5,9 +5,9 @@ One short-lived thread a connection; a joiner stays connected until the
 hand-over is over, so that its death frees its rank. Messages (see `wire`):
 
     joiner  -> {pid, rank, token, claim, facts, partial}
-    creator -> {ok, pid} + descriptor | {refused, kind} | {waiting: [ranks]}
+    creator -> {ok, ranks: {rank: facts}} + descriptor | {refused, kind} | {waiting: [ranks]}
     joiner  -> {mapped}
-    creator -> {ranks: {rank: facts}}      once all ranks have mapped the region
+    creator -> {ranks: [ranks]}            once all ranks have mapped the region
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_tiered_offload.region.forks import PrivateFd, keep_private
 from vllm_tiered_offload.region.patience import duplicate
 from vllm_tiered_offload.region.rendezvous import Place
 from vllm_tiered_offload.region.roster import Roster
-from vllm_tiered_offload.region.seat import logger
+from vllm_tiered_offload.region.seat import Awaited, logger
 from vllm_tiered_offload.region.wire import Peer, receive, send
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -75,6 +75,12 @@ class HandOver:
         """Serve from now on; the creator itself is `rank`."""
         self.roster.enter(rank, os.getpid(), facts)
         self._run(self._accept)
+        self._run(self._say_who_is_awaited)
+
+    def _say_who_is_awaited(self) -> None:
+        awaited = Awaited(self._claim.engine_id)
+        while not self._closed and self.roster.wait_until_complete(1.0) is None:
+            awaited.tell(self.roster.missing())
 
     def _run(self, target: Any, *args: Any) -> None:
         threading.Thread(target=target, args=args, name="region-handover", daemon=True).start()
@@ -179,7 +185,7 @@ class HandOver:
             waiting, self._waiting = self._waiting, set()
         for connection in waiting:
             with contextlib.suppress(OSError):
-                send(connection, {"ranks": self.roster.facts()})
+                send(connection, {"ranks": list(range(self._claim.world_size))})
         if not self._scheduler_joins:
             self.close()
 

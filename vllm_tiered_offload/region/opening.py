@@ -18,6 +18,9 @@ from vllm_tiered_offload.region.seat import CreatorDied, Joining, Seat, logger
 from vllm_tiered_offload.region.settings import RegionError, RegionSettings
 from vllm_tiered_offload.region.wire import encode_facts
 
+# Seconds a worker waits for the others at the end of joining.
+WORKER_PATIENCE = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -134,7 +137,7 @@ def _open_once(request: Request, layout: Layout, joining: Joining, deadline: flo
         if settings.prefault:
             opened.prefault_seconds = _prefault(request, layout, mapping, granule)
         if request.rank is not None:
-            seat.wait_for_all(deadline)
+            _wait_for_workers(seat, joining, deadline)
             _say_pinning(joining.length)
     except BaseException as error:
         seat.close(f"{joining.who}: {error}")
@@ -142,6 +145,19 @@ def _open_once(request: Request, layout: Layout, joining: Joining, deadline: flo
             mapping.release()
         raise
     return opened
+
+
+def _wait_for_workers(seat: Seat, joining: Joining, deadline: float) -> None:
+    # Waiting lets all choose anew when the maker of the memory dies meanwhile.
+    # Not for ever: workers on other hosts never come, which is the scheduler's
+    # to tell; and one that comes later still gets the memory.
+    patient = min(deadline, joining.clock() + WORKER_PATIENCE)
+    if not seat.wait_for_all(patient):
+        logger.warning(
+            "Region of engine %s: not all workers are here; %s goes on without them",
+            joining.claim.engine_id,
+            joining.who,
+        )
 
 
 def _prefault(request: Request, layout: Layout, mapping: MemoryMapping, granule: int) -> float:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from vllm_tiered_offload.region.claim import Claim
 from vllm_tiered_offload.region.roster import name_ranks
-from vllm_tiered_offload.region.settings import RegionError
 
 logger = logging.getLogger("vllm.tiered_offload.region")
 
@@ -52,7 +51,11 @@ class Seat(ABC):
 
     backing: str
     created: bool = False
-    ranks: dict[int, dict[str, object]]  # facts of the ranks known to have joined
+
+    @property
+    @abstractmethod
+    def ranks(self) -> dict[int, dict[str, object]]:
+        """Facts of the ranks known to have joined; a worker may know only the ranks."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -63,10 +66,10 @@ class Seat(ABC):
         """Tell the others that this process has the region mapped."""
 
     @abstractmethod
-    def wait_for_all(self, deadline: float) -> None:
-        """Return when all ranks have mapped the region; `deadline` is on the clock.
+    def wait_for_all(self, deadline: float) -> bool:
+        """Wait until all ranks have mapped the region; False at `deadline` on the clock.
 
-        Raises `CreatorDied`, or `RegionError` naming the missing ranks.
+        Raises `CreatorDied`, or `RegionError` when the maker gave up.
         """
 
     @abstractmethod
@@ -77,27 +80,19 @@ class Seat(ABC):
 class Awaited:
     """Says in the log, every now and then, who is awaited."""
 
-    def __init__(self, joining: Joining) -> None:
-        self._joining = joining
-        self._start = joining.clock()
+    def __init__(self, engine_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine_id = engine_id
+        self._clock = clock
+        self._start = clock()
         self._next = self._start + LOG_INTERVAL
 
     def tell(self, missing: list[int]) -> None:
-        now = self._joining.clock()
-        claim = self._joining.claim
+        now = self._clock()
         if missing and now >= self._next:
             self._next = now + LOG_INTERVAL
             logger.info(
                 "Region of engine %s: waiting for %s (%.0f s so far)",
-                claim.engine_id,
+                self._engine_id,
                 name_ranks(missing),
                 now - self._start,
             )
-
-
-def late(joining: Joining, missing: list[int]) -> RegionError:
-    return RegionError(
-        f"{name_ranks(missing)} of {joining.claim.world_size} did not join the region of "
-        f"engine {joining.claim.engine_id} on this host within {joining.timeout:.0f} s "
-        "(region_join_timeout)"
-    )

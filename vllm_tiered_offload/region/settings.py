@@ -26,7 +26,8 @@ class RegionSettings:
         huge_pages: "auto" asks for transparent huge pages, "off" does not,
             "2MB" and "1GB" take pages reserved in the hugetlb pool.
         prefault: take all pages at start instead of at first use.
-        join_timeout: seconds a worker waits for the other workers.
+        join_timeout: seconds to wait for a process that does not answer, and at most for
+            those that have not come.
     """
 
     backing: Backing = "memfd"

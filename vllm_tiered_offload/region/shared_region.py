@@ -29,10 +29,10 @@ class SharedOffloadRegion:
     """One mapping of the region, in one process.
 
     Every worker of an engine makes one with its rank, in any order; the first
-    creates the memory. The constructor returns when all `world_size` workers
-    have the region mapped, so workers construct concurrently (threads or
-    processes). The scheduler (`rank` None) comes when they are done, never
-    creates the memory, and ends the hand-over.
+    creates the memory. The constructor waits a while (30 s, or the shorter
+    `join_timeout`) for all `world_size` workers, so they construct concurrently;
+    one that comes later still gets the memory. The scheduler (`rank` None) comes
+    when they are done, never creates the memory, and ends the hand-over.
 
     Raises `RegionError`, one line, for everything that cannot work.
 

@@ -16,7 +16,7 @@ from vllm_tiered_offload.region.forks import PrivateFd
 from vllm_tiered_offload.region.handover import HandOver
 from vllm_tiered_offload.region.patience import Patience
 from vllm_tiered_offload.region.rendezvous import find_place
-from vllm_tiered_offload.region.seat import Awaited, CreatorDied, Joining, Seat, late
+from vllm_tiered_offload.region.seat import CreatorDied, Joining, Seat
 from vllm_tiered_offload.region.settings import RegionError
 from vllm_tiered_offload.region.wire import Peer, receive, send
 
@@ -37,7 +37,6 @@ class CreatorSeat(Seat):
         self._rank = joining.rank
         self._handover = handover
         self._fd = fd
-        self.ranks = {}
         handover.start(self._rank, joining.facts)
 
     def fileno(self) -> int:
@@ -46,15 +45,14 @@ class CreatorSeat(Seat):
     def mapped(self) -> None:
         self._handover.mark_mapped(self._rank)
 
-    def wait_for_all(self, deadline: float) -> None:
+    @property
+    def ranks(self) -> dict[int, dict[str, object]]:
         roster = self._handover.roster
-        awaited = Awaited(self._joining)
-        while (complete := roster.wait_until_complete(1.0)) is None:
-            missing = roster.missing()
-            awaited.tell(missing)
-            if missing and self._joining.clock() >= deadline:
-                raise late(self._joining, missing)
-        self.ranks = complete
+        return roster.wait_until_complete(0.0) or roster.facts()
+
+    def wait_for_all(self, deadline: float) -> bool:
+        seconds = max(deadline - self._joining.clock(), 0.0)
+        return self._handover.roster.wait_until_complete(seconds) is not None
 
     def close(self, reason: str = "") -> None:
         self._handover.close(reason)
@@ -71,7 +69,11 @@ class JoinerSeat(Seat):
         self._joining = joining
         self._sock = sock
         self._fd = fd
-        self.ranks = _ranks(welcome.get("ranks"))
+        self._ranks = {int(rank): facts for rank, facts in welcome.get("ranks", {}).items()}
+
+    @property
+    def ranks(self) -> dict[int, dict[str, object]]:
+        return self._ranks
 
     def fileno(self) -> int:
         return self._fd.fileno()
@@ -83,31 +85,22 @@ class JoinerSeat(Seat):
         except OSError as error:
             raise CreatorDied from error
 
-    def wait_for_all(self, deadline: float) -> None:
-        joining = self._joining
-        self._sock.settimeout(max(deadline - joining.clock(), 0.001))
+    def wait_for_all(self, deadline: float) -> bool:
+        self._sock.settimeout(max(deadline - self._joining.clock(), 0.001))
         try:
             message, _ = receive(self._sock)
         except TimeoutError:
-            raise RegionError(
-                f"the workers of engine {joining.claim.engine_id} did not all join the "
-                f"region within {joining.timeout:.0f} s (region_join_timeout)"
-            ) from None
+            return False
         except (EOFError, OSError) as error:
             raise CreatorDied from error
         if "refused" in message:
             raise RegionError(f"the region was given up by its maker: {message['refused']}")
-        self.ranks = _ranks(message.get("ranks"))
+        self._ranks = {rank: {} for rank in range(self._joining.claim.world_size)}
+        return True
 
     def close(self, reason: str = "") -> None:
         self._fd.close()
         self._sock.close()
-
-
-def _ranks(message: object) -> dict[int, dict[str, Any]]:
-    if not isinstance(message, dict):
-        return {}
-    return {int(rank): dict(facts) for rank, facts in message.items()}
 
 
 class SocketMeeting:
