@@ -113,12 +113,19 @@ class RootStats:
     healthy: bool  # last operations worked and none is older than stall_timeout
     stalled: bool
     paused: str | None  # why nothing is stored at present
-    direct_io: bool  # as read back from the last descriptor opened
+    direct_read: bool  # as read back from the last descriptor opened to read
+    direct_write: bool  # ... and to write
+    oldest_seconds: float  # how long the oldest call in flight has been running
     slots: int
     used_slots: int
     segment_bytes: int
     max_bytes: int | None
+    resident_bytes: int  # of all segments, whoever wrote them
+    free_bytes: int  # of the file system, when last refreshed
+    free_inodes: int
     chunks: int  # readable through this process
+    recovered_chunks: int  # of those, found when the namespace was opened
+    recovery_seconds: float
     queued_store_bytes: int
     queued_loads: int
     counters: Mapping[str, int]  # see counters.py for the names

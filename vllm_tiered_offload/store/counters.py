@@ -15,6 +15,9 @@ dropped.REASON        chunks not stored on purpose: full, paused, queue, stalled
 failed.REASON         chunks looked for and not served: corrupt, deleted, io_error,
                       unknown (never held, or gone before the load)
 write_errors          extents that were not written
+io_errors.WAY.ERRNO   calls that failed, WAY is read or write
+evicted_bytes         of segments removed; expired_bytes: of those, of private
+                      namespaces whose process is gone
 adopted_segments      of dead writers, read without a footer
 removed_leftovers     empty or unreadable files removed
 damaged.PART          files skipped or scanned because of it: header, footer
@@ -28,6 +31,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+
+from vllm_tiered_offload.store.syscalls import errno_name
 
 
 class Counters:
@@ -46,6 +51,10 @@ class Counters:
         """As ``add``, for names with a dot."""
         with self._lock:
             self._values[name] += amount
+
+    def io_error(self, way: str, error: OSError) -> None:
+        """A call failed; ``way`` is "read" or "write"."""
+        self.count(f"io_errors.{way}.{errno_name(error)}")
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:

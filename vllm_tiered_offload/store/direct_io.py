@@ -56,7 +56,8 @@ class BlockIO:
     def __init__(self, syscalls: Syscalls, alignment: int, *, direct: bool) -> None:
         self.direct = direct
         self.refusals = 0
-        self.last_mode = direct  # as read back from the last descriptor opened
+        # As read back from the last descriptor opened for it.
+        self.last_read_mode = self.last_write_mode = direct
         self._syscalls = syscalls
         self._alignment = alignment
         self._lock = threading.Lock()
@@ -67,7 +68,10 @@ class BlockIO:
         if fd is None:
             # open(2) has created the file already when it refuses O_DIRECT.
             fd = self._syscalls.open(path, flags & ~os.O_EXCL if self.direct else flags)
-        self.last_mode = is_direct(fd)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            self.last_read_mode = is_direct(fd)
+        else:
+            self.last_write_mode = is_direct(fd)
         return fd
 
     def _open_direct(self, path: str, flags: int) -> int | None:

@@ -91,6 +91,7 @@ class Disk:
             for _ in range(settings.write_threads if self.writable else 0)
         ]
         self.recovered_chunks, self.recovery_seconds = 0, 0.0
+        self._free_bytes, self._free_inodes = 0, 0
         self._recover()
         self._start()
 
@@ -149,7 +150,7 @@ class Disk:
             "file_system": file_system_of(parts.root.path),
             "mode": "read_write" if self.writable else "read",
             "read_only_because": self.read_only_because,
-            "direct_io": parts.io.last_mode,
+            "direct_io": parts.io.last_write_mode if self.writable else parts.io.last_read_mode,
             "buffered_because": self.direct_because,
             "page_bytes": geometry.page_bytes,
             "segment_bytes": geometry.segment_bytes,
@@ -169,12 +170,19 @@ class Disk:
             healthy=not self.stalled and parts.pause.reason is None,
             stalled=self.stalled,
             paused=parts.pause.reason,
-            direct_io=parts.io.last_mode,
+            direct_read=parts.io.last_read_mode,
+            direct_write=parts.io.last_write_mode,
+            oldest_seconds=parts.watch.oldest_age(),
             slots=parts.root.slots,
             used_slots=len(parts.catalogue),
             segment_bytes=parts.root.geometry.segment_bytes,
             max_bytes=parts.root.geometry.max_bytes,
+            resident_bytes=len(parts.catalogue) * parts.root.geometry.segment_bytes,
+            free_bytes=self._free_bytes,
+            free_inodes=self._free_inodes,
             chunks=chunks,
+            recovered_chunks=self.recovered_chunks,
+            recovery_seconds=self.recovery_seconds,
             queued_store_bytes=parts.pool.queued_store_bytes,
             queued_loads=parts.pool.queued_loads,
             counters=own,
@@ -217,9 +225,17 @@ class Disk:
             raise
         except OSError as error:
             raise StoreError(f"root_dir {parts.root.path}: {explain(error)}") from error
+        self._look_at_free_space()
         segments = parts.catalogue.all()
         self.recovered_chunks = sum(len(segment.keys) for segment in segments)
         self.recovery_seconds = time.monotonic() - began
+
+    def _look_at_free_space(self) -> None:
+        """For the statistics, which must not wait for a disk."""
+        parts = self.parts
+        with contextlib.suppress(OSError), parts.watch.operation():
+            self._free_bytes = parts.syscalls.free_bytes(parts.root.path)
+            self._free_inodes = parts.syscalls.free_inodes(parts.root.path)
 
     def _leave_namespace(self) -> None:
         fd, self._namespace_lock = self._namespace_lock, None
@@ -246,6 +262,7 @@ class Disk:
         while not self.parts.pool.wait_stopping(pause):
             try:
                 self._refresher.refresh()
+                self._look_at_free_space()
                 self.parts.drain_hits()
                 pause = interval
             except OSError as error:

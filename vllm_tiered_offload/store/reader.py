@@ -64,6 +64,7 @@ class Reader:
         except GoneError as error:
             return [], [(chunk, "deleted", str(error)) for chunk in chunks]
         except OSError as error:
+            self._parts.counters.io_error("read", error)
             detail = f"{segment.path}: {explain(error)}"
             return [], [(chunk, "io_error", detail) for chunk in chunks]
 
@@ -75,6 +76,7 @@ class Reader:
         except OSError as error:
             if len(chunks) > 1:
                 return self._load_singly(fd, segment, chunks)
+            self._parts.counters.io_error("read", error)
             return [], [(chunks[0], "io_error", f"{segment.path}: {explain(error)}")]
         good: list[Wanted] = []
         bad: list[Wanted] = []

@@ -149,13 +149,17 @@ class Reclaimer:
 
     def _finish(self, segment: Segment, fd: int) -> bool:
         parts = self._parts
+        expired = self._can_never_hit(segment)
         chunks = parts.forget(segment)
         with parts.watch.operation():
             removal = parts.slots.finish(segment.path, fd)
         if removal is not Removal.DONE:
             self._give_up(segment)
             return False
-        parts.counters.add(evicted_segments=1, evicted_chunks=chunks)
+        size = segment.header.segment_bytes
+        parts.counters.add(evicted_segments=1, evicted_chunks=chunks, evicted_bytes=size)
+        if expired:
+            parts.counters.add(expired_bytes=size)
         return True
 
     def _give_up(self, segment: Segment) -> None:

@@ -58,6 +58,9 @@ class Syscalls:
         stat = os.statvfs(path)
         return stat.f_bavail * stat.f_frsize
 
+    def free_inodes(self, path: str) -> int:
+        return os.statvfs(path).f_favail
+
     def total_bytes(self, path: str) -> int:
         stat = os.statvfs(path)
         return stat.f_blocks * stat.f_frsize

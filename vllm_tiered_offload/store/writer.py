@@ -107,7 +107,7 @@ class Writer:
             try:
                 self._append(log, batch)
             except OSError as error:
-                self._parts.counters.add(write_errors=1)
+                self._count_error(error)
                 self.close_log()
                 if error.errno not in NO_SPACE:
                     raise
@@ -164,7 +164,7 @@ class Writer:
             parts.counters.add(copied_chunks=len(keys))
         except OSError as error:
             logger.debug("copy to %s: %s", parts.root.path, explain(error))
-            parts.counters.add(write_errors=1)
+            self._count_error(error)
             self.close_log()
         finally:
             piece.done.set()
@@ -206,11 +206,15 @@ class Writer:
             with self._parts.watch.operation():
                 action()
         except OSError as error:
-            self._parts.counters.add(write_errors=1)
+            self._count_error(error)
             logger.debug("%s in %s: %s", what, self._parts.root.path, explain(error))
             self._log, log = None, self._log
             if log is not None:
                 log.close()
+
+    def _count_error(self, error: OSError) -> None:
+        self._parts.counters.add(write_errors=1)
+        self._parts.counters.io_error("write", error)
 
     def _settle(self, batch: list[_Chunk], *, stored: bool) -> None:
         """Tells each job how many of its chunks are dealt with."""
