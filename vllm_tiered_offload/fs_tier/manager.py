@@ -29,11 +29,11 @@ from vllm_tiered_offload import compat
 from vllm_tiered_offload.fs_tier import wiring
 from vllm_tiered_offload.fs_tier.adapters import adapter_of, salted
 from vllm_tiered_offload.fs_tier.banner import log_banner
+from vllm_tiered_offload.fs_tier.direct_watch import DirectIoWatch
 from vllm_tiered_offload.fs_tier.identity import epoch_namespace
 from vllm_tiered_offload.fs_tier.keys import StoreKeys
 from vllm_tiered_offload.fs_tier.metrics import TierMetrics, metric_definitions
 from vllm_tiered_offload.fs_tier.ordering import PrefixOrder
-from vllm_tiered_offload.fs_tier.watch import StateWatch
 from vllm_tiered_offload.ratelog import RateLimitedLog
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _never(key: bytes) -> bool:
     return False
 
 
-class ODirectFsTier(SecondaryTierManager):
+class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
     """A bounded, checksummed disk tier: one store, one namespace at a time.
 
     Args:
@@ -120,8 +120,8 @@ class ODirectFsTier(SecondaryTierManager):
         )
         self._contains = self._store.contains
         padding = wiring.padding_bytes(spec, row_bytes)
-        self._metrics = TierMetrics(label, self._store.stats, padding)
-        self._watch = StateWatch(self._store.stats, self._log)
+        self._metrics = TierMetrics(label, self._store.stats, row_bytes, padding)
+        self._direct_io = DirectIoWatch(self._store.stats, self._log)
         log_banner(logger, label, self._store.describe(), identity)
 
     # --- requests -----------------------------------------------------------------------
@@ -218,7 +218,7 @@ class ODirectFsTier(SecondaryTierManager):
         return bool(self._open_jobs or self._results)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._watch.tick()
+        self._direct_io.tick()
 
     # --- events and metrics -------------------------------------------------------------
 

@@ -68,25 +68,28 @@ _ROOT_GAUGES: dict[str, tuple[str, Callable[[RootStats], int | float]]] = {
         lambda root: root.recovered_chunks,
     ),
 }
-# suffix -> (what it is, the store's own name)
-_ROOT_COUNTERS: dict[str, tuple[str, str]] = {
-    "read_bytes": ("Bytes read from this root.", "read_bytes"),
+# suffix -> (what it is, how to read it from a root's counters and the bytes of a chunk)
+_ROOT_COUNTERS: dict[str, tuple[str, Callable[[Mapping[str, int], int], int]]] = {
+    "read_bytes": ("Bytes read from this root.", lambda n, _: n.get("read_bytes", 0)),
     "written_bytes": (
         "Bytes written to this root: KV, records and chunks moved by eviction.",
-        "written_bytes",
+        lambda n, _: n.get("written_bytes", 0),
     ),
-    "evicted_bytes": ("Bytes freed by this engine's evictions.", "evicted_bytes"),
+    "evicted_bytes": (
+        "Bytes freed by this engine's evictions.",
+        lambda n, _: n.get("evicted_bytes", 0),
+    ),
     "second_chance_bytes": (
         "KV bytes that were hit and therefore moved out of an evicted segment.",
-        "copied_bytes",
+        lambda n, chunk: n.get("copied_chunks", 0) * chunk,
     ),
     "expired_bytes": (
         "Bytes freed from private caches whose process is gone.",
-        "expired_bytes",
+        lambda n, _: n.get("expired_bytes", 0),
     ),
     "checksum_failures": (
         "KV chunks read from disk whose checksum did not match.",
-        "checksum_failures",
+        lambda n, _: n.get("failed.corrupt", 0),
     ),
 }
 _IO_ERROR = "io_errors"  # the store's counters: "io_errors.<direction>.<errno name>"
@@ -156,6 +159,7 @@ class TierMetrics:
     Args:
         tier: the value of the label `tier`.
         read: the store's statistics.
+        chunk_bytes: bytes of a chunk, padding included.
         padding: bytes of each chunk that hold no KV.
         clock: seconds, monotonic.
     """
@@ -164,11 +168,13 @@ class TierMetrics:
         self,
         tier: str,
         read: Callable[[], StoreStats],
+        chunk_bytes: int,
         padding: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tier = (tier,)
         self._read = read
+        self._chunk_bytes = chunk_bytes
         self._padding = padding
         self._clock = clock
         self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
@@ -229,8 +235,8 @@ class TierMetrics:
         out.set_gauge(PREFIX + _PAD, root.chunks * self._padding, labels)
         out.set_gauge(PREFIX + _DIRECT, int(root.direct_read), (*labels, "read"))
         out.set_gauge(PREFIX + _DIRECT, int(root.direct_write), (*labels, "write"))
-        for name, (_, source) in _ROOT_COUNTERS.items():
-            self._count(out, name, labels, root.counters.get(source, 0))
+        for name, (_, total) in _ROOT_COUNTERS.items():
+            self._count(out, name, labels, total(root.counters, self._chunk_bytes))
         self._count_io_errors(out, labels, root.counters)
 
     def _count_io_errors(

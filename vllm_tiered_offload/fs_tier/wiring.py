@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm_tiered_offload.config import FsTierSettings
 from vllm_tiered_offload.fs_tier.adapters import tagging_enabled
 from vllm_tiered_offload.fs_tier.identity import Identity, layout_of, resolve_namespace
+from vllm_tiered_offload.fs_tier.manifest import check_stored_manifests
 from vllm_tiered_offload.store import ChunkStore, Namespace, StoreSettings
 
 logger = init_logger("vllm.tiered_offload.fs_tier")
@@ -98,7 +99,7 @@ def padding_bytes(offloading_spec: Any, row_bytes: int) -> int:
     if page is None or config is None:
         return 0
     copies = 1 if offloading_spec.replicated_layout else config.parallel.world_size
-    return max(0, row_bytes - page * copies)
+    return max(0, row_bytes - int(page) * int(copies))
 
 
 def open_store(
@@ -113,7 +114,9 @@ def open_store(
 
     Raises:
         StoreError: a root is missing, not writable, too small, ...
+        IdentityError: a root's manifest contradicts the namespace.
     """
+    check_stored_manifests(settings.root_dir, namespace)
     store_settings = StoreSettings(
         root_dirs=settings.root_dir,
         max_bytes=settings.max_bytes,

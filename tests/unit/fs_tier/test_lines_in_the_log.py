@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a disk's state reach the log, once each."""
+"""The start-up lines, and the loss of direct I/O afterwards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_tiered_offload.fs_tier.banner import banner
-from vllm_tiered_offload.fs_tier.watch import StateWatch
+from vllm_tiered_offload.fs_tier.direct_watch import DirectIoWatch
 from vllm_tiered_offload.ratelog import RateLimitedLog
 
 
 @dataclass(frozen=True)
 class Root:
     path: str = "/kv"
-    paused: str | None = None
-    stalled: bool = False
     direct_read: bool = True
     direct_write: bool = True
 
@@ -31,7 +29,7 @@ class Disk:
         self.roots = [Root()]
         self.now = 0.0
         log = RateLimitedLog(logging.getLogger("watch-test"), clock=lambda: self.now)
-        self.watch = StateWatch(
+        self.watch = DirectIoWatch(
             lambda: SimpleNamespace(roots=tuple(self.roots)), log, clock=lambda: self.now
         )
 
@@ -53,24 +51,12 @@ def test_a_steady_disk_is_silent(disk: Disk, caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
 
 
-def test_a_full_disk_is_reported_once_and_its_end_too(
-    disk: Disk, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(3):
-        disk.becomes(paused="disk full (ENOSPC)")
-    disk.becomes(paused=None)
-    messages = [(r.levelname, r.getMessage()) for r in caplog.records]
-    assert messages == [
-        ("WARNING", "/kv: stores paused: disk full (ENOSPC); loads go on"),
-        ("INFO", "/kv: stores resumed"),
-    ]
-
-
 def test_a_flapping_disk_is_thinned_out(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
     for n in range(40):
-        disk.becomes(stalled=n % 2 == 0)
-    assert len(caplog.records) == 2
-    disk.becomes(seconds=60, stalled=True)
+        disk.becomes(direct_read=n % 2 == 0)
+    assert len(caplog.records) == 1
+    disk.becomes(seconds=60, direct_read=True)
+    disk.becomes(direct_read=False)
     assert "19 similar lines suppressed" in caplog.records[-1].getMessage()
 
 
@@ -86,7 +72,7 @@ def test_ticks_within_a_second_cost_no_look(disk: Disk) -> None:
     disk.watch.tick()
     disk.roots = []
     disk.becomes(seconds=0.5)  # would fail on nothing to replace, had it looked
-    disk.roots = [Root(path="/other", stalled=True)]
+    disk.roots = [Root(path="/other", direct_read=False)]
     disk.becomes(seconds=1)  # a root never seen before is not a change
 
 
