@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 
 from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.api import Namespace
-from vllm_tiered_offload.store.root import Root, write_json
+from vllm_tiered_offload.store.root import Root, read_json, write_json
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
@@ -69,7 +68,6 @@ def remove_dead(root: Root, fingerprints_in_use: set[str]) -> int:
 
 def _is_private(path: str) -> bool:
     try:
-        with open(path, encoding="utf-8") as file:
-            return bool(json.load(file)["private"])
+        return bool(read_json(path)["private"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

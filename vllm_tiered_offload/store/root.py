@@ -16,9 +16,11 @@ import errno
 import json
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store import locks
@@ -34,6 +36,7 @@ LARGEST_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_PER_ROOT = 64
 COMFORTABLE_CHUNKS = 4  # fewer in a segment, and its four pages of overhead begin to count
 MOST_SLOTS = 999_999
+LARGEST_JSON_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,8 @@ class Root:
         for directory, _, names in os.walk(self.path):
             for name in names:
                 with contextlib.suppress(OSError):
-                    stat = os.lstat(f"{directory}/{name}")
-                    allocated = stat.st_blocks * 512
+                    found = os.lstat(f"{directory}/{name}")
+                    allocated = found.st_blocks * 512
                     if directory == self.segments_dir and slot_number(name) is not None:
                         allocated -= segment_bytes + SLOT_OVERHEAD_BYTES
                     total += max(0, allocated)
@@ -258,8 +261,7 @@ def _require_room(
 def read_geometry(path: str) -> Geometry | None:
     """root.json; None where there is none. Raises StoreError for a damaged or newer one."""
     try:
-        with open(f"{path}/root.json", encoding="utf-8") as file:
-            fields = json.load(file)
+        fields = read_json(f"{path}/root.json")
         if fields["format"] != fmt.VERSION:
             raise StoreError(
                 f"{path}/root.json is of format {fields['format']}, not {fmt.VERSION}"
@@ -276,6 +278,21 @@ def read_geometry(path: str) -> Geometry | None:
 
 def write_geometry(path: str, geometry: Geometry) -> None:
     write_json(f"{path}/root.json", {"format": fmt.VERSION, **asdict(geometry)})
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A small file of ours. Follows no link, and is stuck in neither a FIFO nor a device.
+
+    Raises OSError, or ValueError for what is no JSON object.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("not a regular file")
+        fields = json.loads(file.read(LARGEST_JSON_BYTES))
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    return fields
 
 
 def write_json(path: str, fields: Mapping[str, object]) -> None:
