@@ -45,8 +45,6 @@ __all__ = ["PinSettings", "PinnedTieringManager"]
 # ones); without one, this many steps are more than any pipeline holds.
 _FENCE_STEPS = 16
 
-_HAS_POSITIONS = hasattr(ReqContext, "get_offload_key_position")
-
 
 class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     """TieringOffloadingManager whose promotions are pinned, patient and batched.
@@ -95,7 +93,9 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
         if result is LookupResult.HIT:
             self._book.saw_hit(admission, key)
-        elif self._told_to_wait and result is LookupResult.MISS:
+        elif result is LookupResult.HIT_PENDING and self._book.is_stuck(key):
+            return LookupResult.MISS
+        elif result is LookupResult.MISS and self._told_to_wait:
             return LookupResult.RETRY
         return result
 
@@ -112,10 +112,8 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         """Queue a chunk; the rows are taken once per request at the step's end."""
         if self._fence or self._asking is None:
             return False
-        position_of = req_context.get_offload_key_position if _HAS_POSITIONS else None
-        verdict = self._room.ask(
-            self._asking, key, tier_idx, free_chunks(self.primary_tier), position_of
-        )
+        free = free_chunks(self.primary_tier)
+        verdict = self._room.ask(self._asking, key, tier_idx, free)
         if verdict is Verdict.FULL:
             self._metrics.on_promotion_allocation_failure()
         self._told_to_wait = verdict is Verdict.WAIT

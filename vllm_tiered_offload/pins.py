@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ class PinSettings:
         max_share: part of the pool (0 < share <= 1) that pins and promotions in
             flight may hold together.
         deadline: seconds after which a request's pins end although it has not
-            started.
+            started, and after which nobody waits for a promotion any more.
         patience: seconds an admission may wait for room before it takes what is
             there; 0 never waits.
         store_headroom: part of the pool (0 <= share < 1) that promotions leave
@@ -36,7 +36,7 @@ class PinSettings:
     """
 
     max_share: float = 0.8
-    deadline: float = 5.0
+    deadline: float = 10.0
     patience: float = 2.0
     store_headroom: float = 0.1
 
@@ -76,7 +76,6 @@ class Admission:
     expired: bool = False
     full: set[bytes] = field(default_factory=set)  # groups that get no more
     taken: Counter[bytes] = field(default_factory=Counter)  # chunks taken, by group
-    limit: int | None = None  # token position from which nothing can be used
     waiting: bool = False
     waiting_since: float | None = None
     refused_room: int = 0
@@ -97,7 +96,7 @@ class Admission:
         self.begin(-1)
         for part in (self.tried, self.flying, self.full, self.taken):
             part.clear()
-        self.limit = self.waiting_since = None
+        self.waiting_since = None
         self.waiting = self.expired = False
 
 
@@ -111,7 +110,8 @@ class PinBook:
         self.clock = clock
         self.step = 0
         self.queued: dict[bytes, Admission] = {}
-        self.flying = 0
+        self._flying: dict[bytes, float] = {}  # key -> when its promotion began
+        self._stuck_before = 0.0
         self._pins: dict[bytes, int] = {}  # key -> requests that hold it
         self._admissions: dict[str, Admission] = {}
         self._touched: dict[Admission, None] = {}
@@ -120,7 +120,7 @@ class PinBook:
     @property
     def held(self) -> int:
         """Chunks pinned, being filled, or queued to be."""
-        return len(self._pins) + self.flying + len(self.queued)
+        return len(self._pins) + len(self._flying) + len(self.queued)
 
     # --- requests ---
 
@@ -181,31 +181,35 @@ class PinBook:
         touched = list(self._touched)
         self._touched.clear()
         self.step += 1
+        self._stuck_before = self.clock() - self.settings.deadline
         return touched
 
     # --- promotions and pins ---
 
-    def launched(self, admission: Admission, keys: Iterable[bytes]) -> None:
-        before = len(admission.flying)
+    def launched(self, admission: Admission, keys: Collection[bytes]) -> None:
+        self._flying.update(dict.fromkeys(keys, self.clock()))
         admission.flying.update(keys)
-        admission.tried.update(admission.flying)
-        self.flying += len(admission.flying) - before
+        admission.tried.update(keys)
 
     def landed(
-        self, admission: Admission | None, keys: Iterable[bytes], ok: Iterable[bytes]
+        self, admission: Admission | None, keys: Collection[bytes], ok: Iterable[bytes]
     ) -> list[bytes]:
         """A promotion has ended; returns those of the `ok` keys to pin.
 
         A request that is gone (None), or has started since, pins nothing: no
         load would ever end such a pin.
         """
-        keys = list(keys)
-        self.flying -= len(keys)
+        for key in keys:
+            self._flying.pop(key, None)
         if admission is None:
             return []
         mine = admission.flying.intersection(keys)
         admission.flying -= mine
         return [] if admission.expired else [key for key in ok if key in mine]
+
+    def is_stuck(self, key: bytes) -> bool:
+        """Its promotion has passed the deadline: nobody waits for this disk."""
+        return self._flying.get(key, self._stuck_before) < self._stuck_before
 
     def pin(self, admission: Admission, keys: Iterable[bytes]) -> None:
         """Record pins; `keys` are not pinned by this request yet."""
@@ -244,6 +248,6 @@ class PinBook:
         return {
             "requests": len(self._admissions),
             "pinned": len(self._pins),
-            "flying": self.flying,
+            "flying": len(self._flying),
             "queued": len(self.queued),
         }

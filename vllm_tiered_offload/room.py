@@ -16,11 +16,8 @@ Pure, like `pins.py`. The rules:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
 from vllm_tiered_offload.pins import Admission, PinBook
-
-PositionOf = Callable[[bytes], "int | None"]
 
 _ENOUGH = 0.75  # of what waiting could give: then take it now
 _GROUP_SHARE = 0.75  # of a request's room for one of several groups
@@ -54,29 +51,21 @@ class Room:
         self._groups = groups
         self._book = book
 
-    def ask(
-        self,
-        admission: Admission,
-        key: bytes,
-        tier: int,
-        free: int,
-        position_of: PositionOf | None = None,
-    ) -> Verdict:
+    def ask(self, admission: Admission, key: bytes, tier: int, free: int) -> Verdict:
         """May this request promote `key` from tier number `tier`?
 
         Args:
             free: rows of the pool that are free or evictable now.
-            position_of: a key's last token position, where vLLM records it.
         """
         if admission.step != self._book.step:
             admission.begin(self._book.step)
         group = key[-4:]
         if key in admission.tried or group in admission.full:
             return Verdict.REFUSE
-        if admission.limit is not None and position_of is not None:
-            position = position_of(key)
-            if position is not None and position >= admission.limit:
-                return Verdict.REFUSE
+        if admission.full and (admission.flying or admission.queue):
+            # Another group was cut short. Where, vLLM knows once its promotions
+            # have ended; a window read before that would be the wrong one.
+            return self._blocked(admission, group, key)
         room = self._left(admission, free)
         if admission.waiting:
             if room <= admission.refused_room and self._has_patience(admission):
@@ -91,8 +80,6 @@ class Room:
             # right to left forgets at a miss what it had waited for.
             return Verdict.WAIT
         admission.full.add(group)
-        if position_of is not None:
-            self._set_limit(admission, key, position_of)
         return Verdict.FULL
 
     def pinnable_hits(self, admission: Admission) -> list[bytes]:
@@ -138,15 +125,3 @@ class Room:
     def _blocked(self, admission: Admission, group: bytes, key: bytes) -> Verdict:
         first = admission.blocked.setdefault(group, key)
         return Verdict.WAIT if first == key else Verdict.REFUSE
-
-    # --- several groups ---
-
-    def _set_limit(self, admission: Admission, key: bytes, position_of: PositionOf) -> None:
-        """Where a search from left to right ends, the other groups' use ends too."""
-        group = key[-4:]
-        seen = (*reversed(admission.queue), *reversed(admission.hits), *admission.pinned)
-        before = next((other for other in seen if other[-4:] == group), None)
-        here = position_of(key)
-        there = position_of(before) if before is not None else None
-        if here is not None and there is not None and there < here:
-            admission.limit = min(here, admission.limit or here)
