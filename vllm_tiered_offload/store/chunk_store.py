@@ -7,6 +7,7 @@ Nothing here waits for a disk but the constructor, ``drain``, ``switch_namespace
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -69,7 +70,7 @@ class ChunkStore:
         self._hits: set[bytes] = set()  # found since recency was last looked at
         self._storing: set[bytes] = set()
         self._next_disk = 0
-        self._stalled = False
+        self._some_unavailable = False  # a root is stalled or sick
         self._closed = False
         self._stop_watching = threading.Event()
         self._disks: list[Disk] = []
@@ -103,7 +104,7 @@ class ChunkStore:
     def contains(self, key: bytes) -> bool:
         """Whether a load of this key would find it. Counts as a hit. Touches no disk."""
         place = self._places.get(key)
-        if place is None or (self._stalled and self._is_stalled(place)):
+        if place is None or (self._some_unavailable and self._is_unavailable(place)):
             return False
         self._hits.add(key)
         return True
@@ -166,10 +167,13 @@ class ChunkStore:
         if self._jobs.pending:
             raise StoreError(f"{self._jobs.pending} jobs are in flight; drain() comes first")
         self.namespace = namespace
-        self._index.clear()
-        self._hits.clear()
-        for disk in self._disks:
-            disk.switch_namespace(namespace)
+        with contextlib.ExitStack() as quiet:
+            for disk in self._disks:
+                quiet.enter_context(disk.quiet())
+            self._index.clear()
+            self._hits.clear()
+            for disk in self._disks:
+                disk.switch_namespace(namespace)
         self._index.take_events()
 
     def stats(self) -> StoreStats:
@@ -182,7 +186,7 @@ class ChunkStore:
             chunks=len(self._index),
             pending_jobs=self._jobs.pending,
             queued_store_bytes=sum(root.queued_store_bytes for root in roots),
-            stalled=self._stalled,
+            stalled=any(root.stalled for root in roots),
             stored_chunks=total["stored_chunks"],
             stored_bytes=total["stored_bytes"],
             loaded_chunks=total["loaded_chunks"],
@@ -223,8 +227,11 @@ class ChunkStore:
         self._jobs.wait_idle(timeout / 2)
         for disk in self._disks:
             self._abandon(disk)
-        ended = [disk.shutdown(deadline) for disk in self._disks]
-        return all(ended)
+        ended = all([disk.shutdown(deadline) for disk in self._disks])
+        self._places.clear()
+        if ended:
+            self._memory = memoryview(bytearray())  # its owner may want to unmap it
+        return ended
 
     def _store_piece(self, job: Job, chunks: list[tuple[bytes, int]]) -> None:
         """Queues an extent's worth on the next root that takes it, or leaves it out."""
@@ -267,7 +274,8 @@ class ChunkStore:
     ) -> None:
         disk = self._disks[segment.root]
         for run in cut_runs(job, segment, placed, most_bytes):
-            disk.put_load(run)
+            if not disk.parts.pool.put_load(run):
+                disk.reader.cancel(run)
 
     def _chunks_per_piece(self) -> int:
         return max(1, min(self.settings.io_bytes // self.chunk_bytes, IOV_MAX // 2 - 1))
@@ -276,9 +284,9 @@ class ChunkStore:
         start = row * self.chunk_bytes
         return self._memory[start : start + self.chunk_bytes]
 
-    def _is_stalled(self, place: int) -> bool:
+    def _is_unavailable(self, place: int) -> bool:
         segment = self._index.segments.get(place >> RECORD_BITS)
-        return segment is None or self._disks[segment.root].stalled
+        return segment is None or self._disks[segment.root].unavailable
 
     def _chunks_of(self, disk: Disk) -> int:
         return sum(len(segment.keys) for segment in disk.parts.catalogue.all())
@@ -286,7 +294,7 @@ class ChunkStore:
     def _drain_hits(self) -> None:
         """Hands the hits collected by look-ups to the policies, and to the evictors."""
         hits, now = self._hits, self._clock()
-        with self._index.lock:
+        with contextlib.suppress(KeyError):  # another thread emptied it
             for _ in range(len(hits)):
                 key = hits.pop()
                 segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
@@ -300,7 +308,7 @@ class ChunkStore:
         while not self._stop_watching.wait(min(0.25, timeout / 4)):
             for disk in self._disks:
                 disk.notice_stall(timeout)
-            self._stalled = any(disk.stalled for disk in self._disks)
+            self._some_unavailable = any(disk.unavailable for disk in self._disks)
 
     def _abandon(self, disk: Disk) -> None:
         runs, pieces = disk.parts.pool.abandon_queues()

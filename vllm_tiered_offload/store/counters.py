@@ -18,6 +18,7 @@ write_errors          extents that were not written
 io_errors.WAY.ERRNO   calls that failed, WAY is read or write
 evicted_bytes         of segments removed; expired_bytes: of those, of private
                       namespaces whose process is gone
+lost_segments/_chunks removed by another process, or by hand
 adopted_segments      of dead writers, read without a footer
 removed_leftovers     empty or unreadable files removed
 damaged.PART          files skipped or scanned because of it: header, footer

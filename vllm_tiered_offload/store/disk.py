@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_tiered_offload.store import direct_io, locks, namespaces
@@ -23,7 +23,6 @@ from vllm_tiered_offload.store.reader import Reader
 from vllm_tiered_offload.store.reclaimer import Reclaimer
 from vllm_tiered_offload.store.refresher import Refresher
 from vllm_tiered_offload.store.root import Root, open_root
-from vllm_tiered_offload.store.runs import Run
 from vllm_tiered_offload.store.slots import Slots
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 from vllm_tiered_offload.store.watch import Pause, Watch
@@ -109,9 +108,6 @@ class Disk:
             return "paused"
         return None
 
-    def put_load(self, run: Run) -> None:
-        self.parts.pool.put_load(run)
-
     def notice_stall(self, timeout: float) -> None:
         """Compares the oldest call with ``timeout`` seconds; says so when it changes."""
         age = self.parts.watch.oldest_age()
@@ -122,10 +118,27 @@ class Disk:
             )
             logger.warning("%s: %s", self.parts.root.path, how)
 
+    @property
+    def unavailable(self) -> bool:
+        """Whether lookups should miss: a call hangs, or reading keeps failing."""
+        return self.stalled or self.reader.is_sick()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """While it lasts, no thread of the root touches index or files of its own accord."""
+        with contextlib.ExitStack() as held:
+            # In the order in which the threads themselves take them.
+            held.enter_context(self._reclaimer.turn)
+            held.enter_context(self._refresher.turn)
+            for writer in self._writers:
+                held.enter_context(writer.turn)
+            yield
+
     def switch_namespace(self, namespace: Namespace) -> None:
-        """Goes on in another namespace. No job may be in flight; the index is empty."""
+        """Goes on in another namespace: within ``quiet``, without jobs, the index empty."""
         for writer in self._writers:
             writer.close_log()
+        self.parts.descriptors.close()
         self._leave_namespace()
         self.parts.namespace = namespace
         self._recover()
@@ -215,8 +228,7 @@ class Disk:
         try:
             if self.writable:
                 self._namespace_lock = namespaces.enter(parts.root, parts.namespace)
-            with contextlib.suppress(FileNotFoundError):
-                self._refresher.recover()
+            self._refresher.recover()
             if self.writable:
                 self._reclaimer.trim()
                 used = {segment.header.fingerprint for segment in parts.catalogue.all()}
@@ -261,7 +273,8 @@ class Disk:
         pause = interval = self.parts.settings.refresh_interval
         while not self.parts.pool.wait_stopping(pause):
             try:
-                self._refresher.refresh()
+                if self._refresher.refresh() and self.writable:
+                    self._reclaimer.wake()
                 self._look_at_free_space()
                 self.parts.drain_hits()
                 pause = interval
@@ -269,6 +282,8 @@ class Disk:
                 if pause == interval:
                     logger.warning("%s: %s", self.parts.root.path, explain(error))
                 pause = min(2 * pause, max(interval, LONGEST_REFRESH_BACKOFF))
+            except Exception:
+                logger.exception("refresh of %s", self.parts.root.path)
 
 
 def _capacity(root: Root, chunk_bytes: int, syscalls: Syscalls) -> int:

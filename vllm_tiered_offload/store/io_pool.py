@@ -72,10 +72,14 @@ class IoPool:
             self._threads.append(thread)
             thread.start()
 
-    def put_load(self, run: Run) -> None:
+    def put_load(self, run: Run) -> bool:
+        """Queues a load; False when the pool is stopping."""
         with self._changed:
+            if self._stopping:
+                return False
             self._loads.append(run)
             self._changed.notify_all()
+            return True
 
     def room_for_stores(self) -> int:
         """Bytes the store queue still takes."""

@@ -43,6 +43,9 @@ def close(fd: int) -> None:
     """Closes a descriptor and lets go of its lock; harmless where a fork closed it."""
     _held.discard(fd)
     with contextlib.suppress(OSError):
+        # Explicitly, so that a child made without Python's fork cannot keep it.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
         os.close(fd)
 
 

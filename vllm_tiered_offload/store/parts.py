@@ -31,9 +31,11 @@ class Catalogue:
         self._lock = threading.Lock()
         self._segments: dict[str, Segment] = {}
         self.leftovers: set[str] = set()  # files in slots that hold nothing readable
+        self.strangers: set[str] = set()  # files in slots that are not ours to remove
 
     def __len__(self) -> int:
-        return len(self._segments)
+        """Slots in use."""
+        return len(self._segments) + len(self.leftovers) + len(self.strangers)
 
     def get(self, path: str) -> Segment | None:
         return self._segments.get(path)
@@ -42,6 +44,13 @@ class Catalogue:
         with self._lock:
             self._segments[segment.path] = segment
             self.leftovers.discard(segment.path)
+            self.strangers.discard(segment.path)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._segments.clear()
+            self.leftovers.clear()
+            self.strangers.clear()
 
     def remove(self, segment: Segment) -> None:
         with self._lock:
@@ -82,6 +91,8 @@ class Parts:
     counters: Counters = field(default_factory=Counters)
     catalogue: Catalogue = field(default_factory=Catalogue)
     clock: Callable[[], float] = time.monotonic
+    policy_lock: threading.Lock = field(default_factory=threading.Lock)
+    others_evict_until: float = float("-inf")  # someone else removed a segment not long ago
 
     @property
     def stride(self) -> int:
@@ -94,6 +105,6 @@ class Parts:
         removed = self.index.drop(segment) if segment.ordinal >= 0 else []
         self.catalogue.remove(segment)
         self.descriptors.forget(segment)
-        with self.index.lock:
+        with self.policy_lock:
             self.policy.on_evicted(removed)
         return len(removed)

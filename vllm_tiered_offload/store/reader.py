@@ -7,6 +7,7 @@ chunk that fails is forgotten and reported; the others of its call are not.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,11 @@ from vllm_tiered_offload.store.runs import LARGEST_GAP, Run, Wanted
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import explain
 
+logger = logging.getLogger("vllm.tiered_offload.store")
+
+FAILURES_UNTIL_SICK = 8
+SICK_SECONDS = 10.0
+
 Problem = tuple[Wanted, str, str]  # a chunk that did not arrive: reason, detail
 
 
@@ -29,6 +35,12 @@ class Reader:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._local = threading.local()
+        self._failures = 0  # in a row
+        self._sick_until = float("-inf")
+
+    def is_sick(self) -> bool:
+        """Reads kept failing a moment ago; asking again soon would only cost time."""
+        return self._parts.clock() < self._sick_until
 
     def run(self, run: Run) -> None:
         """Reads, verifies and reports; raises nothing."""
@@ -42,6 +54,7 @@ class Reader:
             self._parts.index.discard(segment, chunk.record)
         with self._parts.index.lock:
             segment.loads -= len(chunks)
+        self._note_health(bool(good), any(reason == "io_error" for _, reason, _ in problems))
         size = len(good) * segment.header.chunk_bytes
         self._parts.counters.add(loaded_chunks=len(good), loaded_bytes=size)
         if good:
@@ -54,6 +67,17 @@ class Reader:
         with self._parts.index.lock:
             run.segment.loads -= len(run.chunks)
         self._parts.jobs.fail(run.job, len(run.chunks), "the store is shutting down")
+
+    def _note_health(self, worked: bool, failed: bool) -> None:
+        if worked or not failed:
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= FAILURES_UNTIL_SICK:
+            if not self.is_sick():
+                path = self._parts.root.path
+                logger.warning("%s: reads keep failing; lookups miss for a while", path)
+            self._sick_until = self._parts.clock() + SICK_SECONDS
 
     def _load(
         self, segment: Segment, chunks: list[Wanted]

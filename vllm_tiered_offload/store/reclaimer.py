@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from vllm_tiered_offload.store import faults, locks
 from vllm_tiered_offload.store import format as fmt
@@ -26,6 +26,7 @@ from vllm_tiered_offload.store.syscalls import explain
 logger = logging.getLogger("vllm.tiered_offload.store")
 
 HIT_GRACE = 1.0  # seconds a look-up's HIT keeps a segment: its load is on the way
+NEAR_EVICTION = 2  # segments; others may evict that far between two looks
 COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
 
 
@@ -35,7 +36,7 @@ class Reclaimer:
     def __init__(self, parts: Parts, room: Callable[[], int]) -> None:
         self._parts = parts
         self._room = room  # chunks that fit into the open segments
-        self._turn = threading.Lock()  # one victim at a time in this process
+        self.turn = threading.Lock()  # one victim at a time in this process
         self._wake = threading.Event()
         self._starving = 0  # writers that wait for a slot
         self._scratch: memoryview | None = None
@@ -51,24 +52,38 @@ class Reclaimer:
             self._wake.clear()
             try:
                 self.keep_slots_free()
+                self._rescue_from_others()
             except OSError as error:
                 logger.debug("reclaiming in %s: %s", self._parts.root.path, explain(error))
+            except Exception:
+                logger.exception("reclaiming in %s", self._parts.root.path)
 
     def keep_slots_free(self) -> None:
         """Evicts until there is a slot, and room for it, for each writer."""
-        while not self._parts.pool.stopping and self._short_of_slots():
-            self.trim()
-            if not self._short_of_slots():
-                return
-            with self._turn:
-                if not self._evict_one(copy=True):
+        while not self._parts.pool.stopping:
+            with self.turn:
+                if self._has_excess():
+                    self.trim()
+                if not self._short_of_slots() or not self._evict_one(copy=True):
                     return
+
+    def _rescue_from_others(self) -> None:
+        """Where other processes evict too, what is hot here must move before its turn comes."""
+        parts = self._parts
+        if parts.clock() > parts.others_evict_until or parts.pool.stopping:
+            return
+        with self.turn:
+            parts.drain_hits()
+            for segment in parts.catalogue.closed()[:NEAR_EVICTION]:
+                if not segment.examined:
+                    segment.examined = True
+                    self._copy_hot(segment)
 
     def free_one(self) -> bool:
         """Called by a writer without a slot: evicts one segment at once, copying nothing."""
         self._starving += 1
         try:
-            with self._turn:
+            with self.turn:
                 return self._evict_one(copy=False)
         finally:
             self._starving -= 1
@@ -88,10 +103,16 @@ class Reclaimer:
                     removed += self._take_claim(segment)
         return removed
 
+    def _has_excess(self) -> bool:
+        """Whether there is something that ``trim`` would remove."""
+        catalogue, limit = self._parts.catalogue, self._parts.root.slots
+        above = (segment for segment in catalogue.closed() if segment.header.slot >= limit)
+        return bool(catalogue.leftovers) or any(not found.undeletable for found in above)
+
     def _short_of_slots(self) -> bool:
+        """Whether a writer that fills its segment now would have to wait."""
         wanted = self._parts.settings.write_threads
-        used = sum(1 for path in self._parts.slots.list().values() if path)
-        if self._parts.root.slots - used < wanted:
+        if self._parts.root.slots - len(self._parts.catalogue) < wanted:
             return True
         return not self._parts.slots.has_free_space(wanted)
 
@@ -100,19 +121,19 @@ class Reclaimer:
         parts = self._parts
         parts.drain_hits()
         closed = [segment for segment in parts.catalogue.closed() if not segment.undeletable]
-        closed.sort(key=lambda segment: not self._can_never_hit(segment))  # stable
+        useless = self._dead_namespaces(closed)
+        closed.sort(key=lambda segment: segment.header.fingerprint not in useless)  # stable
         recent = parts.clock() - HIT_GRACE
         cold = [segment for segment in closed if segment.hit_at < recent]
         warm = [segment for segment in closed if segment.hit_at >= recent]
         return (segment for segment in [*cold, *warm] if segment.loads == 0)
 
-    def _can_never_hit(self, segment: Segment) -> bool:
-        """A private namespace dies with the process that holds its manifest's lock."""
-        header = segment.header
-        ours = header.fingerprint == self._parts.namespace.fingerprint
-        return (
-            header.private and not ours and not is_alive(self._parts.root, header.fingerprint)
-        )
+    def _dead_namespaces(self, segments: Sequence[Segment]) -> set[str]:
+        """Private namespaces whose process is gone: nothing in them can be hit again."""
+        private = {
+            segment.header.fingerprint for segment in segments if segment.header.private
+        } - {self._parts.namespace.fingerprint}
+        return {name for name in private if not is_alive(self._parts.root, name)}
 
     def _evict_one(self, *, copy: bool) -> bool:
         """Removes the first candidate that lets itself be removed."""
@@ -149,7 +170,7 @@ class Reclaimer:
 
     def _finish(self, segment: Segment, fd: int) -> bool:
         parts = self._parts
-        expired = self._can_never_hit(segment)
+        expired = bool(self._dead_namespaces([segment]))
         chunks = parts.forget(segment)
         with parts.watch.operation():
             removal = parts.slots.finish(segment.path, fd)
@@ -170,11 +191,10 @@ class Reclaimer:
     def _copy_hot(self, victim: Segment) -> None:
         """Moves the chunks of ``victim`` that the policy picks, as far as there is room."""
         parts = self._parts
-        if victim.ordinal < 0 or victim.examined:
+        records = parts.index.live_records(victim) if victim.ordinal >= 0 else []
+        if not records:
             return
-        victim.examined = True
-        records = parts.index.live_records(victim)
-        with parts.index.lock:
+        with parts.policy_lock:
             keys = [victim.keys[record] for record in records]
             chosen = set(parts.policy.choose_copies(keys, self._room()))
         wanted = [record for record in records if victim.keys[record] in chosen]

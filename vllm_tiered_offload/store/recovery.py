@@ -76,7 +76,7 @@ class SegmentReader:
         """All records of a sealed segment; None if it is not sealed. FormatError if damaged."""
         page = header.page_bytes
         trailer_at = header.segment_bytes - page
-        start = max(page, header.segment_bytes - _READ_BYTES // page * page)
+        start = max(page, trailer_at - min(_READ_BYTES, _largest_table(header)) // page * page)
         tail = self._read(fd, start, header.segment_bytes - start)
         last = tail[trailer_at - start :]
         if not any(last):
@@ -128,7 +128,8 @@ class SegmentReader:
         page = header.page_bytes
         trailer_at = header.segment_bytes - page
         while offset < trailer_at:
-            table = self._read(fd, offset, min(_READ_BYTES // page * page, trailer_at - offset))
+            length = min(_READ_BYTES, _largest_table(header), trailer_at - offset)
+            table = self._read(fd, offset, length // page * page)
             try:
                 front = fmt.unpack_table_header(table, fmt.EXTENT_MAGIC, offset)
                 if front.pages * page > len(table):
@@ -149,6 +150,12 @@ class SegmentReader:
             self._buffer = page_aligned(fmt.round_up(length, _READ_BYTES))
         part = self._buffer[:length]
         return part[: self._io.read(fd, [part], offset)]
+
+
+def _largest_table(header: fmt.PageBlock) -> int:
+    """No table of the segment is longer: few bytes where chunks are large."""
+    stride = fmt.round_up(header.chunk_bytes, header.page_bytes)
+    return fmt.table_bytes(header.segment_bytes // stride, header.page_bytes)
 
 
 def _extent_end(table: fmt.TableHeader, header: fmt.PageBlock) -> int:

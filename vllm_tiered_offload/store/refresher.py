@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 
 from vllm_tiered_offload.store import format as fmt
@@ -22,6 +23,8 @@ logger = logging.getLogger("vllm.tiered_offload.store")
 # A directory changed twice within one tick of the file system's clock shows one time.
 CLOCK_GRAIN = 2.0
 LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
+MEASURE_AFTER = 60  # refreshes between two looks at what else lies under the root
+REMEMBER_OTHERS = 600.0  # seconds another process's eviction is taken as a sign of more
 _YIELD_AFTER = 64  # files
 
 
@@ -33,6 +36,7 @@ class Refresher:
         self._reader = SegmentReader(parts.io)
         self._listed_at: tuple[int, int] = (0, 0)  # directory's mtime, wall clock then
         self._refreshes = 0
+        self.turn = threading.Lock()  # held during a refresh
         self._reported: dict[str, tuple[int, int]] = {}  # odd files already counted
 
     def recover(self) -> None:
@@ -40,53 +44,65 @@ class Refresher:
 
         Raises OSError when the directory cannot be read.
         """
-        self._forget_namespace()
+        self._parts.catalogue.clear()
+        self._reported.clear()
         self._listed_at = (0, 0)
         self._list()
         for segment in sorted(self._parts.catalogue.all(), key=lambda found: found.sequence):
             if segment.ordinal >= 0 and segment.state is State.OPEN:
                 self._look_at(segment)
 
-    def refresh(self) -> None:
-        """One round. Raises OSError when the directory cannot be read."""
-        with self._parts.watch.operation():
+    def refresh(self) -> bool:
+        """One round; True if files came or went. Raises OSError when the root is unreadable."""
+        with self.turn, self._parts.watch.operation():
             self._refreshes += 1
+            changed = self._parts.root.reload()
+            if self._refreshes % MEASURE_AFTER == 0:
+                self._parts.root.measure_foreign()
             if self._directory_changed():
                 self._list()
+                changed = True
             for segment in self._parts.catalogue.all():
                 if segment.ordinal >= 0 and segment.state is State.OPEN:
                     self._look_at(segment)
-
-    def _forget_namespace(self) -> None:
-        """After a switch of namespace every file is looked at anew."""
-        for segment in self._parts.catalogue.all():
-            self._parts.catalogue.remove(segment)
+            return changed
 
     def _directory_changed(self) -> bool:
-        mtime = self._parts.syscalls.stat(self._parts.root.segments_dir).st_mtime_ns
+        mtime = self._directory_time()
         seen, at = self._listed_at
         recent = at - mtime < CLOCK_GRAIN * 1e9
         return mtime != seen or recent or self._refreshes % LIST_ANYWAY_AFTER == 0
 
     def _list(self) -> None:
-        mtime = self._parts.syscalls.stat(self._parts.root.segments_dir).st_mtime_ns
-        self._listed_at = (mtime, time.time_ns())
-        files = self._parts.slots.list()
+        self._listed_at = (self._directory_time(), time.time_ns())
+        # Before the listing: a segment that a writer adds meanwhile is no missing file.
+        known = self._parts.catalogue.all()
+        try:
+            files = self._parts.slots.list()
+        except FileNotFoundError:  # not made yet, or unmounted: nothing to be found in either
+            files = {}
         present = set(files.values())
-        for segment in self._parts.catalogue.all():
-            if segment.path not in present and segment.state is not State.OWN:
+        for segment in known:
+            if segment.path not in present:
                 self._lost(segment)
         self._parts.catalogue.leftovers.intersection_update(present)
+        self._parts.catalogue.strangers.intersection_update(present)
         for number, path in enumerate(files.values()):
             self._compare(path)
             if number % _YIELD_AFTER == 0:
                 time.sleep(0)
 
+    def _directory_time(self) -> int:
+        try:
+            return self._parts.syscalls.stat(self._parts.root.segments_dir).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def _compare(self, path: str) -> None:
         """A slot may hold another file than last time under the same name."""
         known = self._parts.catalogue.get(path)
-        if known is not None and known.state is State.OWN:
-            return
+        if known is not None and known.state is not State.CLOSED:
+            return  # its times change as it is written; _look_at compares headers
         try:
             info = self._parts.syscalls.stat(path)
             identity = (info.st_ino, info.st_ctime_ns)
@@ -210,11 +226,17 @@ class Refresher:
 
     def _lost(self, segment: Segment) -> None:
         """Somebody else removed or replaced it."""
-        self._parts.forget(segment)
+        parts = self._parts
+        if not segment.gone:
+            chunks = parts.forget(segment)
+            parts.counters.add(lost_segments=1, lost_chunks=chunks)
+            parts.others_evict_until = parts.clock() + REMEMBER_OTHERS
 
     def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
         if kind in (Kind.EMPTY, Kind.DAMAGED):
             self._parts.catalogue.leftovers.add(path)
+        else:
+            self._parts.catalogue.strangers.add(path)
         if kind is Kind.NEWER:
             self._report(path, identity, "newer", "written by a newer version; left alone")
         elif kind is Kind.DAMAGED:

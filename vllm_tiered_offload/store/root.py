@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ LARGEST_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_PER_ROOT = 64
 COMFORTABLE_CHUNKS = 4  # fewer in a segment, and its four pages of overhead begin to count
 MOST_SLOTS = 999_999
+OLD_PROBE_SECONDS = 60.0
 LARGEST_JSON_BYTES = 16 * MIB
 
 
@@ -169,6 +171,7 @@ def _open_root(
         return root
     for directory in (path, path / "segments", path / "namespaces"):
         _make_private_dir(directory)
+    _remove_old_probes(path)
     problem = locks.probe(str(path), syscalls)
     lock.works = problem is None
     with lock.hold():
@@ -182,6 +185,15 @@ def _open_root(
     root.measure_foreign()
     _require_room(root, settings, chunk_bytes, syscalls)
     return root
+
+
+def _remove_old_probes(path: Path) -> None:
+    """Probe files of processes killed in the middle of a probe."""
+    for entry in os.scandir(path):
+        if entry.name.startswith((".lock-probe-", ".direct-probe-")):
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > OLD_PROBE_SECONDS:
+                    os.unlink(entry.path)
 
 
 def _make_private_dir(path: Path) -> None:
@@ -211,6 +223,7 @@ def _settle_geometry(
                 f"have {size} bytes"
             )
     else:
+        page_bytes = max(page_bytes, direct_page_bytes(path, syscalls))
         budget = settings.max_bytes or syscalls.total_bytes(str(path))
         least = least_slots(settings)
         size = choose_segment_bytes(
@@ -224,6 +237,16 @@ def _settle_geometry(
             )
         write_geometry(str(path), geometry)
     return geometry
+
+
+def direct_page_bytes(path: Path, syscalls: Syscalls) -> int:
+    """The unit of offsets that direct I/O wants here; 0 where nobody says."""
+    fd = syscalls.open(f"{path}/root.lock", os.O_RDONLY)
+    try:
+        wanted = syscalls.direct_alignment(fd)
+    finally:
+        os.close(fd)
+    return wanted.offset if wanted is not None else 0
 
 
 def least_slots(settings: StoreSettings) -> int:

@@ -43,12 +43,11 @@ def cut_runs(
     """Cuts chunks of one segment, sorted by place, into calls of up to ``most_bytes``."""
     runs: list[Run] = []
     stride, end, start = segment.stride, -1, 0
-    most_chunks = (IOV_MAX - 1) // 3  # row, padding, gap
     chunks: list[Wanted] = []
     for place, key, payload in places:
         record = place & RECORD_MASK
         offset = segment.offsets[record]
-        full = offset + stride - start > most_bytes or len(chunks) >= most_chunks
+        full = offset + stride - start > most_bytes or len(chunks) >= IOV_MAX - 1
         if not 0 <= offset - end <= LARGEST_GAP or full or not chunks:
             chunks = []
             runs.append(Run(job, segment, chunks))

@@ -54,6 +54,7 @@ class Slots:
         self._root = root
         self._syscalls = syscalls
         self._io = io
+        self._sparse = False  # the file system does not preallocate
         self.highest_sequence = 0  # of all segments seen; a lost root.lock starts above it
 
     def list(self) -> dict[int, str]:
@@ -70,6 +71,8 @@ class Slots:
         """Whether the file system keeps min_free_bytes with so many more segments."""
         if not self._root.min_free_bytes:
             return True
+        # Without preallocation the open segments have not taken their space yet.
+        segments += self._sparse * segments
         wanted = segments * self._root.geometry.segment_bytes + self._root.min_free_bytes
         return self._syscalls.free_bytes(self._root.path) >= wanted
 
@@ -138,6 +141,7 @@ class Slots:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
+            self._sparse = True
             self._syscalls.ftruncate(fd, header.segment_bytes)
         page = page_aligned(header.page_bytes)
         page[:] = header.pack()
@@ -210,7 +214,8 @@ class Slots:
             faults.point("slots.before_truncate")
             self._syscalls.ftruncate(fd, 0)
             faults.point("slots.before_unlink")
-            self._syscalls.unlink(path)
+            if locks.same_file(fd, path):  # a person's rm may have made room for another file
+                self._syscalls.unlink(path)
         except FileNotFoundError:
             return Removal.DONE
         except OSError:

@@ -7,6 +7,7 @@ One thread fills one segment. Small jobs that wait together share an extent.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Writer:
         self._free_one = free_one
         self._new_segment = new_segment
         self._log: SegmentLog | None = None
+        self.turn = threading.Lock()  # held while the thread works on its segment
 
     def room(self) -> int:
         """Chunks the open segment can still take; a guess from any other thread."""
@@ -59,7 +61,8 @@ class Writer:
             if batch is None:
                 break
             try:
-                self._serve(batch)
+                with self.turn:
+                    self._serve(batch)
             except Exception:  # the thread must outlive anything: jobs wait for it
                 logger.exception("writer of %s", parts.root.path)
         self.close_log()
@@ -128,7 +131,7 @@ class Writer:
         ]
         offsets = self._write_extent(log, keys, payloads, checksums)
         parts.index.add(log.segment, keys, offsets, checksums)
-        with parts.index.lock:
+        with parts.policy_lock:
             for key in keys:
                 parts.policy.on_store(key)
         size = len(batch) * parts.chunk_bytes
@@ -159,7 +162,7 @@ class Writer:
             keys, checksums = list(piece.keys[:room]), list(piece.checksums[:room])
             offsets = self._write_extent(log, keys, list(piece.payloads[:room]), checksums)
             parts.index.move(log.segment, keys, offsets, checksums, piece.places[:room])
-            with parts.index.lock:
+            with parts.policy_lock:
                 parts.policy.on_moved(keys)
             parts.counters.add(copied_chunks=len(keys))
         except OSError as error:
@@ -171,8 +174,13 @@ class Writer:
 
     def _open_log(self) -> SegmentLog:
         """The open segment, with room for a chunk. Raises NoRoomError or OSError."""
-        if self._log is not None and self._log.room() > 0:
-            return self._log
+        log = self._log
+        if log is not None and log.segment.gone:
+            # Somebody removed the file: what is written to it now nobody could read.
+            self._log = None
+            log.close()
+        elif log is not None and log.room() > 0:
+            return log
         self.close_log()
         new = self._create()
         segment = Segment(self._parts.number, new.path, new.header, State.OWN)
