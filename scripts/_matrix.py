@@ -20,18 +20,25 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 
-def unmet(distribution: str) -> Iterator[str]:
-    """Requirements of a distribution that the environment does not satisfy."""
-    for text in metadata.requires(distribution) or ():
-        requirement = Requirement(text)
-        wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if wanted and canonicalize_name(requirement.name) not in LEFT_OUT:
-            try:
-                found = metadata.version(requirement.name)
-            except metadata.PackageNotFoundError:
-                found = None
-            if found is None or not requirement.specifier.contains(found, prereleases=True):
-                yield f"{requirement.name}{requirement.specifier}"
+def unmet(site: str) -> set[str]:
+    """What the distributions in one folder require and the environment does not have."""
+    found = set()
+    for distribution in metadata.distributions(path=[site]):
+        for text in distribution.requires or ():
+            requirement = Requirement(text)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            left_out = canonicalize_name(requirement.name) in LEFT_OUT
+            if wanted and not left_out and not satisfied(requirement):
+                found.add(f"{requirement.name}{requirement.specifier}")
+    return found
+
+
+def satisfied(requirement: Requirement) -> bool:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
 
 
 def vllm_modules(package: Path) -> Iterator[str]:

