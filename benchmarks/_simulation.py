@@ -136,19 +136,24 @@ def _leading(request: Request, held: object) -> int:
 class SimulatedDisk:
     """Slots of equal segments: filled front to back, evicted oldest first.
 
-    One slot's worth of bytes goes to the root's own overhead, as on a real root, and the open
-    segment is part of the bytes: the policy gets no capacity that the store would not have.
+    As on a real root, one slot's worth of bytes goes to the overhead of the others, one slot
+    is kept free, and the open segment is part of the bytes: the policy gets no capacity that
+    the store would not have. When a segment is opened in the last slot but one, the oldest
+    goes, and what the policy picks out of it is moved into the new one.
     """
 
     def __init__(self, capacity: int, policy: SecondChance) -> None:
         self.policy = policy
         self.outcome = Outcome()
         self._segment_chunks = max(1, capacity // SEGMENTS_PER_CAPACITY)
-        self._slots = SEGMENTS_PER_CAPACITY - 1
+        self._most_segments = SEGMENTS_PER_CAPACITY - 2
         self._index: dict[bytes, list[bytes]] = {}
         self._sealed: deque[list[bytes]] = deque()
         self._open: list[bytes] = []
-        self._examined: list[bytes] | None = None
+
+    @property
+    def held_chunks(self) -> int:
+        return sum(map(len, self._sealed)) + len(self._open)
 
     def serve(self, request: Request) -> None:
         """One request: look up its prefix, then store what was not held."""
@@ -163,39 +168,27 @@ class SimulatedDisk:
             else:
                 self._write(key)
                 self.policy.on_store(key)
-                self._rescue()
 
     def _write(self, key: bytes) -> None:
-        if len(self._open) == self._segment_chunks:
+        while len(self._open) == self._segment_chunks:
             self._sealed.append(self._open)
             self._open = []
-            if len(self._sealed) == self._slots:
+            if len(self._sealed) == self._most_segments:
                 self._evict(self._sealed.popleft())
         self._open.append(key)
         self._index[key] = self._open
         self.outcome.writes += 1
 
     def _evict(self, victim: list[bytes]) -> None:
-        gone = self._placed_in(victim)
-        for key in gone:
-            del self._index[key]
-        self.policy.on_evicted(gone)
-
-    def _rescue(self) -> None:
-        """Move the next victim's hot chunks once the open segment has just room for them."""
-        room = self._segment_chunks - len(self._open)
-        due = room <= self.policy.max_copy_share * self._segment_chunks
-        if not due or len(self._sealed) < self._slots - 1:
-            return
-        victim = self._sealed[0]
-        if victim is self._examined:
-            return
-        self._examined = victim
-        moved = self.policy.choose_copies(self._placed_in(victim), room)
+        moved = self.policy.choose_copies(self._placed_in(victim), self._segment_chunks)
         for key in moved:
             self._write(key)
         self.policy.on_moved(moved)
         self.outcome.moved += len(moved)
+        gone = self._placed_in(victim)
+        for key in gone:
+            del self._index[key]
+        self.policy.on_evicted(gone)
 
     def _placed_in(self, segment: list[bytes]) -> list[bytes]:
         return [key for key in segment if self._index.get(key) is segment]

@@ -14,11 +14,9 @@ per-chunk LRU when the right chunks are copied out of a segment before it goes:
   a count of one.
 
 This is the decision alone: no I/O, no clock but the count of chunks written, no threads. One
-instance serves one root in one process; the caller holds its own lock around every call but
-`on_hit`.
+instance serves one root in one process; the caller holds its own lock around every call.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 # A mark is one byte: | count, 3 bits | period of the last hit, 5 bits |. A residency is 8
@@ -26,8 +24,6 @@ from collections.abc import Callable, Iterable, Sequence
 _ONE_HIT, _TWO_HITS, _MOST_HITS, _PERIOD = 0x20, 0x40, 0xE0, 0x1F
 _PERIODS_PER_RESIDENCY = 8
 _YOUNG_PERIODS = _PERIODS_PER_RESIDENCY // 2
-
-_HITS_WAITING = 1 << 16
 
 
 class SecondChance:
@@ -39,8 +35,9 @@ class SecondChance:
 
     Args:
         capacity_chunks: how many chunks the root holds when full (an estimate will do, >= 1).
-        max_copy_share: the most of a victim's chunks that may be moved, 0.0 to 1.0. It bounds
-            the writes at 1 / (1 - share) times the stores when everything is hot.
+        copies_per_store: how many chunks may be moved for each one stored, >= 0.0. It bounds
+            the writes at 1 + that times the stores when everything is hot; what is not used
+            is saved up, to a quarter of the capacity.
         digest: key -> integer, uniform in its low 64 bits. `hash` of bytes is kept in the
             object and differs between processes; tests pass a stable one.
 
@@ -51,38 +48,43 @@ class SecondChance:
     def __init__(
         self,
         capacity_chunks: int,
-        max_copy_share: float = 0.7,
+        copies_per_store: float = 1.0,
         *,
         digest: Callable[[bytes], int] = hash,
     ) -> None:
         if capacity_chunks < 1:
             raise ValueError(f"capacity_chunks={capacity_chunks}: must be at least 1")
-        if not 0.0 <= max_copy_share <= 1.0:
-            raise ValueError(f"max_copy_share={max_copy_share}: must be between 0 and 1")
+        if copies_per_store < 0.0:
+            raise ValueError(f"copies_per_store={copies_per_store}: must be 0 or more")
         self.capacity_chunks = capacity_chunks
-        self.max_copy_share = max_copy_share
+        self.copies_per_store = copies_per_store
+        self._allowance = 0.0  # chunks that may be moved
         self._digest = digest
         self._marks = _Marks(capacity_chunks)
         self._ghosts = _Ghosts(capacity_chunks)
         self._written = 0
         self._period = 0
-        self._hits: deque[bytes] = deque(maxlen=_HITS_WAITING)
-        #: on_hit(key): a look-up found the chunk, or a store of it found it already held.
-        #: It runs on vLLM's scheduler thread and without a lock, so it is one C call that
-        #: takes note of the key; the mark follows before the next decision.
-        self.on_hit: Callable[[bytes], None] = self._hits.append
+
+    def on_hit(self, key: bytes) -> None:
+        """A look-up found the chunk, or a store of it found it already held."""
+        digest = self._digest(key)
+        mark = self._marks.get(digest)
+        # Look-ups repeat while a request waits: within a period they are one hit.
+        if not mark or mark & _PERIOD != self._period:
+            count = min((mark & _MOST_HITS) + _ONE_HIT, _MOST_HITS)
+            self._marks.put(digest, count | self._period)
 
     def on_store(self, key: bytes) -> None:
         """The chunk was written for the first time (not: moved)."""
-        self._settle_hits()
         self._advance()
+        saved = self._allowance + self.copies_per_store
+        self._allowance = min(saved, self.capacity_chunks / 4)
         digest = self._digest(key)
         if self._ghosts.take(digest):
             self._marks.put(digest, _ONE_HIT | self._period)
 
     def on_removed(self, key: bytes) -> None:
         """The chunk is gone for another reason than age (corrupt, deleted by others)."""
-        self._settle_hits()
         self._marks.discard(self._digest(key))
 
     def choose_copies(self, victim_keys: Sequence[bytes], room_chunks: int) -> list[bytes]:
@@ -93,16 +95,15 @@ class SecondChance:
                 (prefix order within a job: what is cut off at the end is the suffix).
             room_chunks: how many chunks the open segment can still take.
         """
-        self._settle_hits()
-        most = min(room_chunks, int(self.max_copy_share * len(victim_keys)))
+        most = min(room_chunks, int(self._allowance))
         worth = [key for key in victim_keys if self._is_worth_a_copy(key)]
         return worth[: max(most, 0)]
 
     def on_moved(self, keys: Iterable[bytes]) -> None:
         """The chunks were copied: half their count is used up, the time of the hit stays."""
-        self._settle_hits()
         for key in keys:
             self._advance()
+            self._allowance -= 1
             digest = self._digest(key)
             mark = self._marks.get(digest)
             if mark < _TWO_HITS:
@@ -112,7 +113,6 @@ class SecondChance:
 
     def on_evicted(self, keys: Iterable[bytes]) -> None:
         """The chunks went with their segment; they are ghosts from now on."""
-        self._settle_hits()
         for key in keys:
             digest = self._digest(key)
             self._marks.discard(digest)
@@ -122,15 +122,6 @@ class SecondChance:
         mark = self._marks.get(self._digest(key))
         age = (self._period - mark) & _PERIOD
         return mark >= _TWO_HITS or (mark >= _ONE_HIT and age <= _YOUNG_PERIODS)
-
-    def _settle_hits(self) -> None:
-        while self._hits:
-            digest = self._digest(self._hits.popleft())
-            mark = self._marks.get(digest)
-            # Look-ups repeat while a request waits: within a period they are one hit.
-            if not mark or mark & _PERIOD != self._period:
-                count = min((mark & _MOST_HITS) + _ONE_HIT, _MOST_HITS)
-                self._marks.put(digest, count | self._period)
 
     def _advance(self) -> None:
         self._written += 1
