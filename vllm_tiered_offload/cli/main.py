@@ -8,8 +8,13 @@ from typing import Annotated
 import typer
 
 from vllm_tiered_offload import __version__
+from vllm_tiered_offload.cli.clear import clear
 from vllm_tiered_offload.cli.doctor import doctor
+from vllm_tiered_offload.cli.du import du
+from vllm_tiered_offload.cli.ls import ls
 from vllm_tiered_offload.cli.plan import plan
+from vllm_tiered_offload.cli.prune import prune
+from vllm_tiered_offload.cli.verify import verify
 
 app = typer.Typer(
     name="vllm-tiered-offload",
@@ -38,8 +43,8 @@ def _options(
     """Plan, check and look after the CPU and disk tiers of vLLM's KV cache."""
 
 
-app.command()(doctor)
-app.command()(plan)
+for command in (doctor, plan, ls, du, verify, prune, clear):
+    app.command()(command)
 
 
 if __name__ == "__main__":

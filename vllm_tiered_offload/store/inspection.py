@@ -53,7 +53,8 @@ class SegmentFacts:
 class NamespaceFacts:
     """The segments under one fingerprint; ``manifest`` is empty where its file is missing.
 
-    ``alive`` is None for a namespace that outlives its process.
+    ``alive`` is None for a namespace that outlives its process; ``described_at`` is when its
+    manifest was written, in seconds since 1970.
     """
 
     fingerprint: str
@@ -61,6 +62,7 @@ class NamespaceFacts:
     alive: bool | None
     manifest: Mapping[str, Any]
     segments: tuple[SegmentFacts, ...]
+    described_at: float = 0.0
 
     @property
     def orphaned(self) -> bool:
@@ -215,7 +217,7 @@ def _namespaces(root: Root, segments: tuple[SegmentFacts, ...]) -> Iterator[Name
     for fingerprint in _manifests(root):
         by_fingerprint.setdefault(fingerprint, [])
     for fingerprint, own in sorted(by_fingerprint.items()):
-        document = _manifest(namespaces.manifest_path(root, fingerprint))
+        document, described_at = _manifest(namespaces.manifest_path(root, fingerprint))
         private = any(segment.header.private for segment in own if segment.header)
         private = private or document.get("private") is True
         manifest = document.get("manifest")
@@ -225,6 +227,7 @@ def _namespaces(root: Root, segments: tuple[SegmentFacts, ...]) -> Iterator[Name
             namespaces.is_alive(root, fingerprint) if private else None,
             manifest if isinstance(manifest, dict) else {},
             tuple(own),
+            described_at,
         )
 
 
@@ -235,11 +238,13 @@ def _manifests(root: Root) -> Iterator[str]:
             yield stem
 
 
-def _manifest(path: str) -> dict[str, Any]:
+def _manifest(path: str) -> tuple[dict[str, Any], float]:
+    """The document and when it was written; empty where there is none to be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, encoding="utf-8") as file:
+            written_at = os.fstat(fd).st_mtime
             document = json.load(file)
     except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
+        return {}, 0.0
+    return (document if isinstance(document, dict) else {}), written_at

@@ -29,6 +29,7 @@ from vllm_tiered_offload.store.slots import Removal, Slots
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
 _BATCH = 32  # chunks between two looks at the clock
+_KEEP = 7 * 86400.0  # seconds
 _NOT = {Kind.DAMAGED: "no valid header", Kind.STRANGE: "not a regular file"}
 
 
@@ -221,10 +222,24 @@ def remove_segments(
     )
 
 
-def remove_manifests(root: Root, fingerprints: Iterable[str]) -> int:
-    """Deletes the manifests of namespaces without a segment; returns how many.
+def forgettable(facts: RootFacts, now: float) -> list[str]:
+    """Fingerprints without a segment whose manifest may go.
 
-    A private namespace whose process lives keeps its manifest, which is its lock.
+    A shared namespace may be a running engine's that has stored nothing yet; its manifest
+    is kept for a while, as nothing tells of such an engine.
+    """
+    return [
+        space.fingerprint
+        for space in facts.namespaces
+        if not space.segments
+        and (space.orphaned or (not space.private and now - space.described_at > _KEEP))
+    ]
+
+
+def remove_manifests(root: Root, fingerprints: Iterable[str]) -> int:
+    """Deletes manifests; returns how many.
+
+    A private namespace whose process lives keeps its own, which is its lock.
     """
     removed = 0
     for fingerprint in fingerprints:

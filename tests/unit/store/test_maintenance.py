@@ -191,6 +191,20 @@ class TestRemoving:
             assert care.remove_manifests(facts.root, [PRIVATE.fingerprint]) == 0
         assert care.remove_manifests(facts.root, [PRIVATE.fingerprint]) == 1
 
+    def test_which_manifests_may_go(self, tmp_path):
+        make_root(tmp_path, 3)
+        with open_store(tmp_path, PRIVATE):
+            facts = look_at(tmp_path)
+            now = facts.segments[0].written_at
+            assert care.forgettable(facts, now) == []
+        care.remove_segments(facts.root, facts.segments)
+        facts = look_at(tmp_path)
+        assert care.forgettable(facts, now) == [PRIVATE.fingerprint]
+        assert set(care.forgettable(facts, now + 30 * 86400)) == {
+            PRIVATE.fingerprint,
+            SHARED.fingerprint,
+        }
+
     def test_without_locks_nothing_is_removed(self, tmp_path, monkeypatch):
         make_root(tmp_path, 3)
         facts = look_at(tmp_path)

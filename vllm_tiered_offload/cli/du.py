@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`du`: where the bytes of a root are, and how far it is from its bound."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_tiered_offload.cli.output import (
+    JsonOption,
+    console,
+    human_bytes,
+    print_json,
+    reports_errors,
+    table,
+)
+from vllm_tiered_offload.cli.roots import RootsArgument, model_of, short
+from vllm_tiered_offload.store.inspection import RootFacts, look_at
+
+_BAR = 30
+
+
+@reports_errors
+def du(*, roots: RootsArgument, as_json: JsonOption = False) -> None:
+    """Bytes of a root by namespace, its bound, and what is free on its file system."""
+    found = [look_at(root) for root in roots]
+    if as_json:
+        print_json([_as_json(facts) for facts in found])
+        return
+    for facts in found:
+        _print_root(console(), facts)
+
+
+def _states(facts: RootFacts) -> Counter[str]:
+    return Counter(segment.state for segment in facts.segments if segment.header)
+
+
+def _as_json(facts: RootFacts) -> dict[str, Any]:
+    geometry = facts.root.geometry
+    return {
+        "root": facts.root.path,
+        "bytes": facts.allocated_bytes,
+        "other_bytes": facts.root.foreign_bytes,
+        "max_bytes": geometry.max_bytes,
+        "segment_bytes": geometry.segment_bytes,
+        "slots": facts.root.slots,
+        "segments": dict(_states(facts)),
+        "strays": [segment.path for segment in facts.strays],
+        "chunks": sum(space.chunks for space in facts.namespaces),
+        "free_bytes": facts.free_bytes,
+        "namespaces": {space.fingerprint: space.allocated_bytes for space in facts.namespaces},
+    }
+
+
+def _print_root(out: Console, facts: RootFacts) -> None:
+    geometry = facts.root.geometry
+    out.print(f"[bold]{escape(facts.root.path)}[/]")
+    held = facts.allocated_bytes + facts.root.foreign_bytes
+    bound = geometry.max_bytes
+    rows = table(["", ">", ""])
+    rows.show_header = False
+    rows.add_row(
+        "in use",
+        human_bytes(held),
+        f"{_bar(held / bound)} {held / bound:.0%} of {human_bytes(bound)}"
+        if bound
+        else "no max_bytes: bounded by min_free_bytes",
+    )
+    states = _states(facts)
+    rows.add_row(
+        "segments",
+        str(len(facts.segments)),
+        ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        + f"; {human_bytes(geometry.segment_bytes)} each",
+    )
+    rows.add_row("chunks", f"{sum(space.chunks for space in facts.namespaces):,}", "")
+    rows.add_row("free", human_bytes(facts.free_bytes), "on the file system")
+    if facts.strays:
+        names = ", ".join(segment.path.rsplit("/", 1)[1] for segment in facts.strays)
+        rows.add_row("[yellow]strays[/]", str(len(facts.strays)), f"no segments: {names}")
+    out.print(rows)
+    shares = table(["namespace", "model", ">bytes", ""])
+    for space in sorted(facts.namespaces, key=lambda space: -space.allocated_bytes):
+        share = space.allocated_bytes / facts.allocated_bytes if facts.allocated_bytes else 0
+        shares.add_row(
+            short(space.fingerprint),
+            escape(model_of(space)),
+            human_bytes(space.allocated_bytes),
+            f"{_bar(share)} {share:.0%}",
+        )
+    if facts.namespaces:
+        out.print(shares)
+
+
+def _bar(share: float) -> str:
+    full = round(min(1.0, max(0.0, share)) * _BAR)
+    return f"[cyan]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/]"
