@@ -227,7 +227,9 @@ class ChunkStore:
         self._jobs.wait_idle(timeout / 2)
         for disk in self._disks:
             self._abandon(disk)
-        ended = all([disk.shutdown(deadline) for disk in self._disks])
+        ended = True
+        for disk in self._disks:
+            ended = disk.shutdown(deadline) and ended
         self._places.clear()
         if ended:
             self._memory = memoryview(bytearray())  # its owner may want to unmap it
