@@ -27,16 +27,11 @@ from vllm.v1.kv_offload.base import (
     CanonicalPageMapping,
 )
 
-from vllm_tiered_offload.fs_tier.identity import (
-    FACTS,
-    Identity,
-    Layout,
-    check_manifest,
-    resolve_namespace,
-)
+from vllm_tiered_offload.fs_tier.fingerprint import FACTS, check_manifest
+from vllm_tiered_offload.fs_tier.identity import Identity, Layout, resolve_namespace
 from vllm_tiered_offload.spec import facts as facts_module
 from vllm_tiered_offload.spec import model_facts
-from vllm_tiered_offload.spec.facts import collect_facts
+from vllm_tiered_offload.spec.facts import collect_facts, describe
 
 PAGE = 32 * 2 * 64 * 2
 LAYOUT = Layout(
@@ -272,6 +267,24 @@ def test_a_failing_collector_never_raises(
     facts = collect(tiny_llama)
     assert list(facts["unknown"].values()) == ["AttributeError: two lines"]
     assert resolve(facts).namespace.private
+
+
+def test_descriptions_are_the_same_in_every_process() -> None:
+    class Odd:
+        def __init__(self, **fields: Any) -> None:
+            self.__dict__.update(fields)
+
+    assert describe(torch.bfloat16) == "torch.bfloat16"
+    assert describe(Odd(base=32, inner=Odd())) == {
+        "kind": "Odd",
+        "base": 32,
+        "inner": {"kind": "Odd"},
+    }
+    assert describe({"b", "a"}) == ["a", "b"]
+    with pytest.raises(TypeError, match="no lasting description"):
+        describe(object())
+    with pytest.raises(TypeError, match="no lasting description"):
+        model_facts.quantization(SimpleNamespace(quantization="x", quantization_config=Odd()))
 
 
 def test_later_ranks_leave_the_weights_to_the_first(tiny_llama: Path) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from vllm_tiered_offload.fs_tier import identity
-from vllm_tiered_offload.fs_tier.identity import (
+from vllm_tiered_offload.fs_tier.fingerprint import (
     FACTS,
-    Identity,
     IdentityError,
-    Layout,
     check_manifest,
-    epoch_namespace,
     fingerprint,
+)
+from vllm_tiered_offload.fs_tier.identity import (
+    Identity,
+    Layout,
+    epoch_namespace,
     resolve_namespace,
 )
 
@@ -383,6 +385,19 @@ def test_immutable_adapters_persist_unsalted() -> None:
 def test_immutable_is_not_enough_where_keys_lack_the_path() -> None:
     assert lora(immutable=True, tagged=False, lora_path_in_keys=False).namespace.private
     assert lora(immutable=True, tagged=True, lora_path_in_keys=False).salt_adapters
+
+
+@pytest.mark.parametrize("name", ["lora", "never_shared"])
+def test_what_a_worker_could_not_find_out_is_not_taken_for_granted(name: str) -> None:
+    without = facts()
+    del without[name]
+    assert resolve([without], cache_namespace="prod").namespace.private
+
+
+def test_unknown_keys_of_adapters_are_not_taken_for_granted() -> None:
+    without = facts(lora=True)
+    del without["lora_path_in_keys"]
+    assert resolve([without], lora_adapters_immutable=True).namespace.private
 
 
 def test_base_model_shares_with_and_without_lora_enabled() -> None:

@@ -19,12 +19,8 @@ from pathlib import Path
 import pytest
 
 import vllm_tiered_offload
-from vllm_tiered_offload.fs_tier.identity import (
-    IdentityError,
-    Layout,
-    fingerprint,
-    resolve_namespace,
-)
+from vllm_tiered_offload.fs_tier.fingerprint import IdentityError, fingerprint
+from vllm_tiered_offload.fs_tier.identity import Layout, resolve_namespace
 from vllm_tiered_offload.fs_tier.manifest import check_stored_manifests
 from vllm_tiered_offload.store import ChunkStore, Namespace, StoreError, StoreSettings
 

@@ -13,59 +13,26 @@ resolved attention backends (`spec/facts.py`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm_tiered_offload.fs_tier.fingerprint import (
+    FACTS,
+    FORMAT_VERSION,
+    fingerprint,
+    manifest_of,
+    mapping,
+    plain,
+)
 from vllm_tiered_offload.store import Namespace
 
-# Raise it whenever the meaning of a field or of a chunk's bytes changes.
-FORMAT_VERSION = 1
-FINGERPRINT_DIGITS = 40
-
-# Fields of the fingerprint that the workers report, then those known without them. The
-# manifest carries the words.
-FACTS: dict[str, str] = {
-    "vllm": "vLLM's major.minor version",
-    "weights": "the model's weights",
-    "load_format": "how the weights are loaded",
-    "model": "the effective model configuration, overrides included",
-    "dtype": "the effective dtype",
-    "kv_dtype": "the dtype of the KV cache",
-    "quantization": "the quantization method and its settings",
-    "kv_layout": "the KV cache layout",
-    "layers": "KV spec, attention backend and, on CPUs, instruction set of each layer",
-    "pages": "which pages make up a block",
-    "draft": "the draft model and its method",
-    "draft_weights": "the draft model's weights",
-    "multimodal": "how images, audio and video become tokens",
-    "platform": "the platform and its number formats",
-    "interleave": "how context parallelism deals out tokens",
-}
-_LAYOUT_WORDS: dict[str, str] = {
-    "format_version": "what a fingerprint and a chunk on disk mean",
-    "tokens_per_hash": "tokens covered by one block hash",
-    "blocks_per_chunk": "blocks in one chunk",
-    "chunk_bytes": "bytes of one chunk, padding included",
-    "groups": "KV cache groups: id, tokens per block, layers",
-    "topology": "numbers of ranks by kind of parallelism",
-    "replicated": "one copy for all ranks, since all hold the same bytes",
-    "canonical": "vLLM's canonical layout; its pages where every layer is certified portable",
-    "cache_namespace": "the tier's key of that name",
-    "private": "random: of one process alone",
-}
 # All ranks load the same files, so only the first one looks at them.
 _OF_FIRST_RANK = frozenset({"weights", "draft_weights"})
 # Of a layer's KV spec, what depends on the number of ranks. Left out in the portable
 # layout, where the page of all ranks together counts instead.
 _PER_RANK_SPEC = frozenset({"num_kv_heads", "num_head_slots", "page_size_padded"})
-
-
-class IdentityError(ValueError):
-    """A stored manifest contradicts the fingerprint it is filed under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +120,8 @@ def resolve_namespace(
     fields, unknown = _fields(facts, layout)
     fields["cache_namespace"] = cache_namespace
     first = facts[0] if facts else {}
-    fixed = lora_adapters_immutable and bool(first.get("lora_path_in_keys", True))
+    # What a worker could not find out is never taken for granted.
+    fixed = lora_adapters_immutable and bool(first.get("lora_path_in_keys", not facts))
     reasons = _reasons_to_stay_private(facts or (), fixed, adapters_tagged)
     warnings: list[str] = []
     if unknown and cache_namespace is None:
@@ -169,7 +137,7 @@ def resolve_namespace(
         namespace = _private(fields, reasons, about, entropy)
         warnings.append(f"this cache does not survive a restart: {'; '.join(reasons)}")
     else:
-        namespace = Namespace(fingerprint(fields), _manifest(fields, about))
+        namespace = Namespace(fingerprint(fields), manifest_of(fields, about))
     return Identity(
         namespace, tuple(reasons), tuple(warnings), salt_adapters=adapters_tagged and not fixed
     )
@@ -182,36 +150,9 @@ def epoch_namespace(
 
     The weights may have changed under the fingerprint that was taken at the start.
     """
-    fields = dict(_mapping(namespace.manifest.get("fields")))
-    about = dict(_mapping(namespace.manifest.get("about")))
+    fields = dict(mapping(namespace.manifest.get("fields")))
+    about = dict(mapping(namespace.manifest.get("about")))
     return _private(fields, ["stored after a reset of the cache"], about, entropy)
-
-
-def fingerprint(fields: Mapping[str, object]) -> str:
-    """`FINGERPRINT_DIGITS` lower-case hex digits of the SHA-256 of the canonical JSON."""
-    text = json.dumps(_plain(fields), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_DIGITS]
-
-
-def check_manifest(wanted: str, stored: object) -> None:
-    """Compare a manifest found on disk with the fingerprint it is filed under.
-
-    Raises:
-        IdentityError: it is of another format, or its fields give another fingerprint:
-            damaged, edited, or two descriptions that collide. One line.
-    """
-    manifest = _mapping(stored)
-    if manifest.get("format") != FORMAT_VERSION:
-        raise IdentityError(
-            f"manifest of namespace {wanted}: format {manifest.get('format')!r}, "
-            f"not {FORMAT_VERSION}; remove the namespace or use another root_dir"
-        )
-    found = fingerprint(_mapping(manifest.get("fields")))
-    if found != wanted:
-        raise IdentityError(
-            f"manifest of namespace {wanted}: its fields give {found}; it is damaged or "
-            "was edited, remove the namespace or use another root_dir"
-        )
 
 
 def _fields(
@@ -228,7 +169,10 @@ def _fields(
     fields["topology"] = topology
     fields["canonical"] = layout.canonical
     if not facts:
-        return fields, ["vLLM's own spec hands over no description of the model"]
+        return fields, [
+            "vLLM's own spec hands over no description of the model (weights, dtype, "
+            "attention backends, LoRA)"
+        ]
     if len(facts) != layout.world_size:
         return fields, [f"{len(facts)} of {layout.world_size} workers described themselves"]
     fields.update(_joined(facts))
@@ -241,7 +185,7 @@ def _joined(facts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Each fact once where all ranks agree, else the list of what each rank says."""
     joined: dict[str, object] = {}
     for name in FACTS:
-        values = [_plain(rank.get(name)) for rank in facts]
+        values = [plain(rank.get(name)) for rank in facts]
         agreed = name in _OF_FIRST_RANK or all(value == values[0] for value in values)
         joined[name] = values[0] if agreed else {"by_rank": values}
     return joined
@@ -250,7 +194,7 @@ def _joined(facts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
 def _unknown(facts: Sequence[Mapping[str, Any]]) -> list[str]:
     missing: dict[str, str] = {}
     for index, rank in enumerate(facts):
-        why = _mapping(rank.get("unknown"))
+        why = mapping(rank.get("unknown"))
         for name, words in FACTS.items():
             if name not in rank and (index == 0 or name not in _OF_FIRST_RANK):
                 missing.setdefault(name, f"{words} ({why.get(name, 'not reported')})")
@@ -261,13 +205,13 @@ def _certified(facts: Sequence[Mapping[str, Any]], layout: Layout) -> bool:
     """Whether the bytes are the same under any number of ranks, by everyone's account."""
     if not layout.portable or layout.pp_size * layout.pcp_size * layout.dcp_size != 1:
         return False
-    canonical = [_plain(rank.get("canonical")) for rank in facts]
+    canonical = [plain(rank.get("canonical")) for rank in facts]
     return bool(canonical[0]) and all(page == canonical[0] for page in canonical)
 
 
 def _make_portable(fields: dict[str, object], facts: Sequence[Mapping[str, Any]]) -> None:
     fields["topology"] = "any"
-    fields["canonical"] = _plain(facts[0]["canonical"])
+    fields["canonical"] = plain(facts[0]["canonical"])
     fields.pop("pages")
     fields.pop("interleave")
     reduced = [
@@ -284,14 +228,15 @@ def _reasons_to_stay_private(
     facts: Sequence[Mapping[str, Any]], adapters_fixed: bool, adapters_tagged: bool
 ) -> list[str]:
     """What no `cache_namespace` can vouch for."""
-    reasons = [str(reason) for rank in facts[:1] for reason in rank.get("never_shared", ())]
-    lora = any(rank.get("lora") for rank in facts)
+    unsure = ("whether weights change while the engine runs is not known",)
+    reasons = [str(why) for rank in facts[:1] for why in rank.get("never_shared", unsure)]
+    lora = any(rank.get("lora", True) for rank in facts)
     if lora and not (adapters_fixed or adapters_tagged):
         reasons.append(
             "LoRA is enabled and vLLM's keys do not cover the adapters' weights (state "
             "lora_adapters_immutable, or use TieredOffloadingConnector)"
         )
-    if any(_mapping(rank.get("hashing")).get("seed") == "random" for rank in facts):
+    if any(mapping(rank.get("hashing")).get("seed") == "random" for rank in facts):
         reasons.append(
             "the prefix hash has a random seed in each process (set PYTHONHASHSEED, or use "
             "--prefix-caching-hash-algo sha256)"
@@ -306,29 +251,5 @@ def _private(
     entropy: Callable[[int], bytes],
 ) -> Namespace:
     own = {**fields, "private": entropy(16).hex()}
-    manifest = _manifest(own, {**about, "private_because": list(reasons)})
+    manifest = manifest_of(own, {**about, "private_because": list(reasons)})
     return Namespace(fingerprint(own), manifest, private=True)
-
-
-def _manifest(fields: Mapping[str, object], about: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "format": FORMAT_VERSION,
-        "fields": _plain(fields),
-        "meaning": {name: {**FACTS, **_LAYOUT_WORDS}[name] for name in fields},
-        "about": _plain(about),
-    }
-
-
-def _plain(value: object) -> Any:
-    """The value as JSON would give it back: text keys, lists, and nothing else."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    raise TypeError(f"a {type(value).__name__} cannot be part of an identity: {value!r}")
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

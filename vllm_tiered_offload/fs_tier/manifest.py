@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_tiered_offload.fs_tier.identity import IdentityError, check_manifest
+from vllm_tiered_offload.fs_tier.fingerprint import IdentityError, check_manifest
 from vllm_tiered_offload.store import Namespace
 
 _LIMIT = 16 << 20

@@ -158,13 +158,13 @@ def _isa(config: VllmConfig, layer: Any, spec: Any) -> str | None:
 
 def describe(value: Any) -> Any:
     """A KV spec (a tree of dataclasses) as plain data; its class is its `kind`."""
-    found: Any = str(value)  # torch dtypes, fractions
+    found: Any
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = {f.name: describe(getattr(value, f.name)) for f in dataclasses.fields(value)}
         found["kind"] = type(value).__name__
     elif isinstance(value, enum.Enum):  # before int: some of them are integers too
         found = value.name
-    elif value is None or isinstance(value, (bool, int, float)):
+    elif value is None or isinstance(value, (bool, int, float, str)):
         found = value
     elif isinstance(value, Mapping):
         found = {str(key): describe(item) for key, item in value.items()}
@@ -172,6 +172,10 @@ def describe(value: Any) -> Any:
         found = [describe(item) for item in value]
     elif isinstance(value, (set, frozenset)):
         found = sorted(str(describe(item)) for item in value)
+    elif hasattr(value, "__dict__"):
+        found = {"kind": type(value).__name__, **describe(vars(value))}
+    else:
+        found = model_facts.text(value)  # torch dtypes, fractions
     return found
 
 

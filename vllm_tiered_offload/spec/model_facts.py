@@ -232,8 +232,20 @@ def _cleaned(value: Any) -> Any:
     return value
 
 
+def text(value: Any) -> str:
+    """`str(value)`, if it is the same in every process.
+
+    Raises:
+        TypeError: it names an address; the cache would silently be a new one every time.
+    """
+    found = str(value)
+    if " at 0x" in found:
+        raise TypeError(f"a {type(value).__name__} has no lasting description")
+    return found
+
+
 def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, sort_keys=True, default=str))
+    return json.loads(json.dumps(value, sort_keys=True, default=text))
 
 
 def _digest(value: Any) -> str:
