@@ -188,7 +188,8 @@ class SocketMeeting:
 
     def _exchange(self, sock: socket.socket) -> tuple[dict[str, Any], int | None]:
         joining = self._joining
-        sock.settimeout(max(self._deadline - joining.clock(), 0.001))
+        # At least a second: what it says at the last attempt is the better error.
+        sock.settimeout(max(self._deadline - joining.clock(), 1.0))
         hello = {
             "pid": os.getpid(),
             "rank": joining.rank,
@@ -216,5 +217,5 @@ class SocketMeeting:
         if self._joining.clock() >= self._deadline:
             raise RegionError(
                 f"the region of engine {self._joining.claim.engine_id}: {reason} for "
-                f"{self._joining.timeout:.0f} s (region_join_timeout)"
+                f"{self._joining.timeout:g} s (region_join_timeout)"
             )
