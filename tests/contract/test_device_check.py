@@ -67,6 +67,7 @@ def gpu_check(
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
 
 
