@@ -19,19 +19,24 @@ instance serves one root in one process; the caller holds its own lock around ev
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 # A mark is one byte: | count, 3 bits | period of the last hit, 5 bits |. A residency is 8
 # periods, so the number of a period comes back only when its chunks are long gone.
 _ONE_HIT, _TWO_HITS, _MOST_HITS, _PERIOD = 0x20, 0x40, 0xE0, 0x1F
 _PERIODS_PER_RESIDENCY = 8
 _YOUNG_PERIODS = _PERIODS_PER_RESIDENCY // 2
 
+# Larger roots share the tables of one this size (50 MB): they forget a little sooner.
+_LARGEST_TABLES = 1 << 22  # chunks
+
 
 class SecondChance:
     """Hit marks and ghosts of one root, in two tables of fixed size.
 
-    Only chunks that were hit have a mark. The tables take 8 + 4 bytes per chunk of capacity,
-    however many keys pass through. What does not fit is forgotten, which costs a hit or a
-    needless copy now and then, never an error.
+    Only chunks that were hit have a mark. The tables take at most 8 + 4 bytes per chunk of
+    capacity, however many keys pass through. What does not fit is forgotten, which costs a hit
+    or a needless copy now and then, never an error.
 
     Args:
         capacity_chunks: how many chunks the root holds when full (an estimate will do, >= 1).
@@ -60,8 +65,8 @@ class SecondChance:
         self.copies_per_store = copies_per_store
         self._allowance = 0.0  # chunks that may be moved
         self._digest = digest
-        self._marks = _Marks(capacity_chunks)
-        self._ghosts = _Ghosts(capacity_chunks)
+        self._marks = _Marks(min(capacity_chunks, _LARGEST_TABLES))
+        self._ghosts = _Ghosts(min(capacity_chunks, _LARGEST_TABLES))
         self._written = 0
         self._period = 0
 
@@ -141,8 +146,7 @@ class _Marks:
 
     def __init__(self, capacity: int) -> None:
         self._homes = 2 * capacity
-        # Out of a bytearray, whose zero pages take no memory until they are written.
-        self._cells = memoryview(bytearray(4 * (self._homes + self._PROBES))).cast("I")
+        self._cells = _zeroed_cells(self._homes + self._PROBES)
 
     def get(self, digest: int) -> int:
         """The byte, 0 if there is none."""
@@ -182,7 +186,7 @@ class _Ghosts:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._cells = memoryview(bytearray(4 * capacity)).cast("I")
+        self._cells = _zeroed_cells(capacity)
 
     def add(self, digest: int) -> None:
         self._cells[digest % len(self._cells)] = self._tag(digest)
@@ -197,3 +201,8 @@ class _Ghosts:
 
     def _tag(self, digest: int) -> int:
         return (digest >> 32 & 0xFFFFFFFF) or 1  # 0 is the empty cell
+
+
+def _zeroed_cells(count: int) -> memoryview:
+    """32-bit cells that take no memory until they are written, and are quick one by one."""
+    return np.zeros(count, np.uint32).data
