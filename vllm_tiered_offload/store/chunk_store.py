@@ -302,7 +302,9 @@ class ChunkStore:
                 segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
                 if segment is not None:
                     segment.hit_at = now
-                    self._disks[segment.root].parts.policy.on_hit(key)
+                    parts = self._disks[segment.root].parts
+                    with parts.policy_lock:
+                        parts.policy.on_hit(key)
 
     def _watch_loop(self) -> None:
         """Touches no disk, so that it notices the one that hangs."""

@@ -40,11 +40,14 @@ class Catalogue:
     def get(self, path: str) -> Segment | None:
         return self._segments.get(path)
 
-    def put(self, segment: Segment) -> None:
+    def put(self, segment: Segment) -> Segment | None:
+        """Adds it; returns the one that was in its slot before, as far as anyone noticed."""
         with self._lock:
+            before = self._segments.get(segment.path)
             self._segments[segment.path] = segment
             self.leftovers.discard(segment.path)
             self.strangers.discard(segment.path)
+            return before if before is not segment else None
 
     def clear(self) -> None:
         with self._lock:
@@ -92,12 +95,24 @@ class Parts:
     catalogue: Catalogue = field(default_factory=Catalogue)
     clock: Callable[[], float] = time.monotonic
     policy_lock: threading.Lock = field(default_factory=threading.Lock)
-    others_evict_until: float = float("-inf")  # someone else removed a segment not long ago
+    others_store_until: float = float("-inf")  # another process fills segments, too
 
     @property
     def stride(self) -> int:
         """Bytes a payload takes in a file."""
         return fmt.round_up(self.chunk_bytes, self.root.geometry.page_bytes)
+
+    def meet(self, segment: Segment) -> None:
+        """A segment is there; what its slot held before is not."""
+        before = self.catalogue.put(segment)
+        if before is not None:
+            self.lose(before)
+
+    def lose(self, segment: Segment) -> None:
+        """Somebody else removed or replaced it."""
+        if not segment.gone:
+            chunks = self.forget(segment)
+            self.counters.add(lost_segments=1, lost_chunks=chunks)
 
     def forget(self, segment: Segment) -> int:
         """A segment is gone: returns how many chunks went with it."""

@@ -26,7 +26,8 @@ from vllm_tiered_offload.store.syscalls import explain
 logger = logging.getLogger("vllm.tiered_offload.store")
 
 HIT_GRACE = 1.0  # seconds a look-up's HIT keeps a segment: its load is on the way
-NEAR_EVICTION = 2  # segments; others may evict that far between two looks
+# How far others may evict between two looks: one slot in 16, but not fewer than 2.
+NEAR_EVICTION, LEAST_NEAR_EVICTION = 16, 2
 COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
 
 
@@ -70,11 +71,14 @@ class Reclaimer:
     def _rescue_from_others(self) -> None:
         """Where other processes evict too, what is hot here must move before its turn comes."""
         parts = self._parts
-        if parts.clock() > parts.others_evict_until or parts.pool.stopping:
+        if parts.clock() > parts.others_store_until or parts.pool.stopping:
+            return
+        near = max(LEAST_NEAR_EVICTION, parts.root.slots // NEAR_EVICTION)
+        if not self._short_of_slots(near):
             return
         with self.turn:
             parts.drain_hits()
-            for segment in parts.catalogue.closed()[:NEAR_EVICTION]:
+            for segment in parts.catalogue.closed()[:near]:
                 if not segment.examined:
                     segment.examined = True
                     self._copy_hot(segment)
@@ -109,9 +113,9 @@ class Reclaimer:
         above = (segment for segment in catalogue.closed() if segment.header.slot >= limit)
         return bool(catalogue.leftovers) or any(not found.undeletable for found in above)
 
-    def _short_of_slots(self) -> bool:
+    def _short_of_slots(self, spare: int = 0) -> bool:
         """Whether a writer that fills its segment now would have to wait."""
-        wanted = self._parts.settings.write_threads
+        wanted = self._parts.settings.write_threads + spare
         if self._parts.root.slots - len(self._parts.catalogue) < wanted:
             return True
         return not self._parts.slots.has_free_space(wanted)

@@ -72,6 +72,10 @@ class SegmentReader:
             return Kind.DAMAGED, None
         return Kind.SEGMENT, header
 
+    def is_sealed(self, fd: int, header: fmt.PageBlock) -> bool:
+        """Whether there is a trailer, good or bad."""
+        return any(self._read(fd, header.segment_bytes - header.page_bytes, header.page_bytes))
+
     def footer(self, fd: int, header: fmt.PageBlock) -> fmt.Records | None:
         """All records of a sealed segment; None if it is not sealed. FormatError if damaged."""
         page = header.page_bytes

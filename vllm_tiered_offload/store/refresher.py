@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 import time
 
@@ -23,8 +24,8 @@ logger = logging.getLogger("vllm.tiered_offload.store")
 # A directory changed twice within one tick of the file system's clock shows one time.
 CLOCK_GRAIN = 2.0
 LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
+REMEMBER_OTHERS = 600.0  # seconds a new segment of another process stands for more to come
 MEASURE_AFTER = 60  # refreshes between two looks at what else lies under the root
-REMEMBER_OTHERS = 600.0  # seconds another process's eviction is taken as a sign of more
 _YIELD_AFTER = 64  # files
 
 
@@ -84,7 +85,7 @@ class Refresher:
         present = set(files.values())
         for segment in known:
             if segment.path not in present:
-                self._lost(segment)
+                self._parts.lose(segment)
         self._parts.catalogue.leftovers.intersection_update(present)
         self._parts.catalogue.strangers.intersection_update(present)
         for number, path in enumerate(files.values()):
@@ -108,6 +109,9 @@ class Refresher:
             identity = (info.st_ino, info.st_ctime_ns)
             if known is not None and known.identity == identity:
                 return
+            if not stat.S_ISREG(info.st_mode):  # opening a device or a FIFO does something
+                self._odd(path, Kind.STRANGE, identity)
+                return
             if self._reported.get(path) != identity:
                 self._examine(path, known, identity)
         except FileNotFoundError:
@@ -126,19 +130,21 @@ class Refresher:
             if header is not None and header.sequence == known.sequence:
                 known.identity = identity
                 return
-            self._lost(known)
+            self._parts.lose(known)
         if header is None:
             self._odd(path, kind, identity)
             return
         parts.slots.highest_sequence = max(parts.slots.highest_sequence, header.sequence)
         segment = Segment(parts.number, path, header, State.CLOSED)
         segment.identity = identity
+        if self._refreshes:  # not there at the start: somebody else is storing
+            parts.others_store_until = parts.clock() + REMEMBER_OTHERS
         if self._is_ours(header):
             segment.state = State.OPEN
             parts.index.register(segment)
         # Whether another namespace's segment still has a writer is for its lock to say,
         # when it comes to evicting it.
-        parts.catalogue.put(segment)
+        parts.meet(segment)
 
     def _is_ours(self, header: fmt.PageBlock) -> bool:
         parts = self._parts
@@ -154,7 +160,7 @@ class Refresher:
         try:
             fd = self._parts.io.open(segment.path, os.O_RDONLY)
         except FileNotFoundError:
-            self._lost(segment)
+            self._parts.lose(segment)
             return
         except OSError as error:
             self._report(segment.path, (0, 0), "unreadable", str(error))
@@ -162,8 +168,8 @@ class Refresher:
         try:
             kind, header = self._reader.identify(fd)
             if kind is not Kind.SEGMENT or header is None or header != segment.header:
-                self._lost(segment)
-            elif self._has_writer(fd):
+                self._parts.lose(segment)
+            elif self._has_writer(fd, header):
                 self._follow(fd, segment)
             else:
                 self._finish(fd, segment)
@@ -172,13 +178,13 @@ class Refresher:
         finally:
             os.close(fd)
 
-    def _has_writer(self, fd: int) -> bool:
+    def _has_writer(self, fd: int, header: fmt.PageBlock) -> bool:
         """A header without a lock has no living writer: it is written under the lock.
 
-        Where locks do not work, nobody else is there (exclusive) or nobody can tell.
+        Where locks do not work, nobody else is there (exclusive), or only a trailer can tell.
         """
         if not self._parts.root.lock.works:
-            return not self._parts.settings.exclusive
+            return not self._parts.settings.exclusive and not self._reader.is_sealed(fd, header)
         try:
             if not locks.try_lock(fd, shared=True):
                 return True
@@ -223,14 +229,6 @@ class Refresher:
         keys = fmt.record_keys(records)
         offsets, checksums = records["offset"].tolist(), records["checksum"].tolist()
         self._parts.index.offer(segment, keys, offsets, checksums)
-
-    def _lost(self, segment: Segment) -> None:
-        """Somebody else removed or replaced it."""
-        parts = self._parts
-        if not segment.gone:
-            chunks = parts.forget(segment)
-            parts.counters.add(lost_segments=1, lost_chunks=chunks)
-            parts.others_evict_until = parts.clock() + REMEMBER_OTHERS
 
     def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
         if kind in (Kind.EMPTY, Kind.DAMAGED):

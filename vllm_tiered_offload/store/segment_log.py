@@ -7,6 +7,7 @@ closed where its last good write ended.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +53,10 @@ class SegmentLog:
         return max(
             0, self._free(0, self._page) // (self.segment.stride + 2 * fmt.RECORD.itemsize)
         )
+
+    def is_unlinked(self) -> bool:
+        """Whether somebody removed the file: nobody could read what is written to it now."""
+        return self.segment.gone or os.fstat(self._fd).st_nlink == 0
 
     def append(
         self, keys: Sequence[bytes], payloads: Sequence[memoryview], checksums: Sequence[int]

@@ -175,8 +175,7 @@ class Writer:
     def _open_log(self) -> SegmentLog:
         """The open segment, with room for a chunk. Raises NoRoomError or OSError."""
         log = self._log
-        if log is not None and log.segment.gone:
-            # Somebody removed the file: what is written to it now nobody could read.
+        if log is not None and log.is_unlinked():
             self._log = None
             log.close()
         elif log is not None and log.room() > 0:
@@ -185,7 +184,7 @@ class Writer:
         new = self._create()
         segment = Segment(self._parts.number, new.path, new.header, State.OWN)
         self._parts.index.register(segment)
-        self._parts.catalogue.put(segment)
+        self._parts.meet(segment)
         self._log = SegmentLog(segment, new.fd, self._parts.io)
         self._new_segment()
         return self._log
@@ -198,7 +197,7 @@ class Writer:
             except NoRoomError:
                 if not self._free_one():
                     raise
-        raise NoRoomError("freed slots were taken by others")
+        return parts.slots.create(parts.namespace, parts.chunk_bytes)
 
     def _mark(self) -> None:
         """Nothing to do: let other processes read what has been written so far."""

@@ -120,9 +120,8 @@ class Engine:
             good = part if done.ok else list(done.loaded_keys or ())
             for place, of in enumerate(part):
                 if of in good:
-                    assert self.row(place) == payload(of, self.chunk_bytes), (
-                        "wrong bytes served"
-                    )
+                    right = payload(of, self.chunk_bytes)
+                    assert self.row(place) == right, "wrong bytes served"
             arrived += good
         return arrived
 
