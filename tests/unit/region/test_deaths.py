@@ -148,7 +148,7 @@ def test_a_creator_that_never_answers_is_an_error(engine: dict[str, Any], start:
     creator.tell("open", rank=0, **(engine | {"settings": RegionSettings()}))
     assert creator.is_inside()
     creator.pause()
-    with pytest.raises(RuntimeError, match="does not answer for 1 s.*region_join_timeout"):
+    with pytest.raises(RuntimeError, match=r"does not answer for 1 s.*region_join_timeout"):
         joiner.do("open", rank=1, **engine)
 
 

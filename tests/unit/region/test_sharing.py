@@ -205,7 +205,7 @@ def test_a_rank_joins_once(backing: str, engine: dict[str, Any]) -> None:
     """Two engines that were given the same engine_id."""
     engine = with_backing(engine, backing, join_timeout=0.4)
     first = SharedOffloadRegion(rank=0, **engine)
-    with pytest.raises(RegionError, match="rank 0 has joined already.*two engines use"):
+    with pytest.raises(RegionError, match=r"rank 0 has joined already.*two engines use"):
         SharedOffloadRegion(rank=0, **engine)
     first.cleanup()
     again = SharedOffloadRegion(rank=0, **engine)  # one after the other is fine
