@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from vllm_tiered_offload.store.segment import Segment
 
@@ -68,21 +67,30 @@ class Index:
         """
         with self.lock:
             first = self._append(segment, keys, offsets, checksums)
-        fresh: list[bytes] = []
-        rows = iter(zip(range(first, first + len(keys)), keys, offsets, strict=True))
-        while batch := list(islice(rows, _BATCH)):
+        for start in range(0, len(keys), _BATCH):
+            batch = slice(start, start + _BATCH)
             with self.lock:
-                for place, key, offset in batch:
-                    old = self.places.get(key)
-                    if offset in segment.bad or (
-                        old is not None and self._younger(old, segment)
-                    ):
-                        continue
-                    self.places[key] = place
-                    if old is None:
-                        fresh.append(key)
-                self._tell(False, fresh)
-            fresh.clear()
+                self._tell(
+                    False, self._offer(segment, first + start, keys[batch], offsets[batch])
+                )
+
+    def _offer(
+        self, segment: Segment, first: int, keys: Sequence[bytes], offsets: Sequence[int]
+    ) -> Sequence[bytes]:
+        """Returns the keys that had no place."""
+        places = self.places
+        if not segment.bad and places.keys().isdisjoint(keys):  # nearly always, and quick
+            places.update(zip(keys, range(first, first + len(keys)), strict=True))
+            return keys
+        fresh: list[bytes] = []
+        for place, (key, offset) in enumerate(zip(keys, offsets, strict=True), first):
+            old = places.get(key)
+            if offset in segment.bad or (old is not None and self._younger(old, segment)):
+                continue
+            places[key] = place
+            if old is None:
+                fresh.append(key)
+        return fresh
 
     def move(
         self,
