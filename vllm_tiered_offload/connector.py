@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SPEC_MODULE = "vllm_tiered_offload.spec.tiering"
 
 
-class TieredOffloadingConnector(OffloadingConnector):
+class TieredOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
     """OffloadingConnector that selects `AlignedTieringOffloadingSpec`."""
 
     def __init__(

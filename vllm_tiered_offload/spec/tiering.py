@@ -28,7 +28,7 @@ logger = init_logger("vllm.tiered_offload.spec")
 plugin.register()
 
 
-class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):
+class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiering spec over our region and our manager.
 
     Any secondary tier that vLLM's factory knows works in it.
@@ -36,6 +36,7 @@ class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):
 
     BLOCK_SIZE_ALIGNMENT = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
     TIERING: ClassVar[bool] = True
+    _manager: OffloadingManager | None
 
     # What the workers found out about the model, one entry a rank, for the
     # tiers to identify a persistent cache by; None until the manager is made.
