@@ -75,6 +75,7 @@ class Admission:
     pinned_since: float | None = None
     expired: bool = False
     full: set[bytes] = field(default_factory=set)  # groups that get no more
+    cut_short: bool = False  # one of them, and its promotions have not ended
     taken: Counter[bytes] = field(default_factory=Counter)  # chunks taken, by group
     waiting: bool = False
     waiting_since: float | None = None
@@ -97,7 +98,7 @@ class Admission:
         for part in (self.tried, self.flying, self.full, self.taken):
             part.clear()
         self.waiting_since = None
-        self.waiting = self.expired = False
+        self.waiting = self.expired = self.cut_short = False
 
 
 class PinBook:

@@ -62,10 +62,11 @@ class Room:
         group = key[-4:]
         if key in admission.tried or group in admission.full:
             return Verdict.REFUSE
-        if admission.full and (admission.flying or admission.queue):
-            # Another group was cut short. Where, vLLM knows once its promotions
-            # have ended; a window read before that would be the wrong one.
+        if admission.cut_short and (admission.flying or admission.queue):
+            # Another group ends early. Where, vLLM knows once its promotions have
+            # ended; a window read before that would be the wrong one.
             return self._blocked(admission, group, key)
+        admission.cut_short = False
         room = self._left(admission, free)
         if admission.waiting:
             if room <= admission.refused_room and self._has_patience(admission):
@@ -80,6 +81,7 @@ class Room:
             # right to left forgets at a miss what it had waited for.
             return Verdict.WAIT
         admission.full.add(group)
+        admission.cut_short = True
         return Verdict.FULL
 
     def pinnable_hits(self, admission: Admission) -> list[bytes]:

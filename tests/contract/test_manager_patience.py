@@ -199,6 +199,7 @@ def test_a_hybrid_prefix_larger_than_the_pool_is_served_in_part(
     assert hits is not None
     assert hits >= POOL // 2
     assert len(ours.tier.loads) == hits + windows * WINDOW  # no window in vain
+    assert prompt.steps == 3
 
 
 def test_hybrids_wait_in_every_group() -> None:
