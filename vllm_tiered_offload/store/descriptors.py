@@ -8,6 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import overload
 
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
@@ -33,9 +34,12 @@ class Descriptors:
     @contextlib.contextmanager
     def use(self, segment: Segment) -> Iterator[int]:
         """A descriptor of exactly this segment. Raises GoneError, or OSError."""
-        fd = self._take(segment.ordinal)
+        fd = self._take(segment.ordinal, None)
         if fd is None:
-            fd = self._share(segment.ordinal, self._open(segment))
+            fresh = self._open(segment)
+            fd = self._take(segment.ordinal, fresh)
+            if fd != fresh:  # another thread was quicker
+                os.close(fresh)
         try:
             yield fd
         finally:
@@ -74,25 +78,24 @@ class Descriptors:
         os.close(fd)
         raise GoneError(0, f"{segment.path} is not segment {segment.sequence} any more")
 
-    def _take(self, ordinal: int) -> int | None:
+    @overload
+    def _take(self, ordinal: int, fresh: None) -> int | None: ...
+
+    @overload
+    def _take(self, ordinal: int, fresh: int) -> int: ...
+
+    def _take(self, ordinal: int, fresh: int | None) -> int | None:
+        """The descriptor there is, used by one more; else ``fresh`` becomes it."""
         with self._lock:
             if ordinal in self._used:
                 fd, users = self._used[ordinal]
-            elif ordinal in self._idle:
-                fd, users = self._idle.pop(ordinal), 0
             else:
-                return None
+                known = self._idle.pop(ordinal, fresh)
+                if known is None:
+                    return None
+                fd, users = known, 0
             self._used[ordinal] = (fd, users + 1)
             return fd
-
-    def _share(self, ordinal: int, fresh: int) -> int:
-        """Two threads may have opened the same file; one descriptor stays."""
-        with self._lock:
-            fd, users = self._used.get(ordinal, (fresh, 0))
-            self._used[ordinal] = (fd, users + 1)
-        if fd != fresh:
-            os.close(fresh)
-        return fd
 
     def _give_back(self, segment: Segment) -> None:
         close: list[int] = []
