@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from vllm_tiered_offload import __version__
+from vllm_tiered_offload.cli.bench import bench
 from vllm_tiered_offload.cli.clear import clear
 from vllm_tiered_offload.cli.doctor import doctor
 from vllm_tiered_offload.cli.du import du
 from vllm_tiered_offload.cli.ls import ls
 from vllm_tiered_offload.cli.plan import plan
 from vllm_tiered_offload.cli.prune import prune
+from vllm_tiered_offload.cli.top import top
 from vllm_tiered_offload.cli.verify import verify
 
 app = typer.Typer(
@@ -43,7 +45,7 @@ def _options(
     """Plan, check and look after the CPU and disk tiers of vLLM's KV cache."""
 
 
-for command in (doctor, plan, ls, du, verify, prune, clear):
+for command in (doctor, plan, ls, du, verify, prune, clear, bench, top):
     app.command()(command)
 
 
