@@ -70,8 +70,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., ODirectFsTier]]:
 def store(tier: ODirectFsTier, numbers: range, job_id: int = 0) -> None:
     """Row n under key n, for all n; waits until it is on disk."""
     request = support.request(f"store-{job_id}", {key(n): n + 1 for n in numbers})
-    tier.on_new_request(request)
     keys = {key(n): n for n in numbers}
+    support.announce(tier, request, keys)
     as_set = set(keys)
     tier.submit_store(job(job_id, as_set, [keys[k] for k in as_set], context=request))
     assert finished(tier, 1)[job_id].success
@@ -104,7 +104,7 @@ def test_chunks_come_back_into_other_rows_after_a_restart(make: Any) -> None:
     rows = {n: CHUNKS - 1 - n for n in numbers}
     result = load(tier, rows)
     assert result.success
-    assert result.transfer_bytes == CHUNKS * CHUNK
+    support.assert_moved(result, CHUNKS * CHUNK)
     assert result.transfer_time > 0
     assert torch.equal(second.flip(0), first)
 
@@ -241,7 +241,7 @@ def test_read_mode_serves_and_never_writes(make: Any, tmp_path: Path) -> None:
     reader.submit_store(job(0, [key(5)], [5]))
     result = finished(reader, 1)[0]
     assert result.success
-    assert result.transfer_bytes == 0
+    support.assert_moved(result, 0)
     assert load(reader, {0: 7}).success
     assert torch.equal(tensor[7], tensor[0])
     reader.shutdown()

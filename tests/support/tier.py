@@ -7,7 +7,7 @@ import dataclasses
 import mmap
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,10 +105,24 @@ def key(number: int, group: int = 0) -> Any:
 
 
 def request(name: str = "r", positions: Mapping[bytes, int] | None = None) -> ReqContext:
+    """A request; `positions` are the end tokens of its keys, where this vLLM tells them."""
     context = ReqContext(req_id=name)
-    for at, position in (positions or {}).items():
-        context.set_offload_key_position(at, position)
+    if hasattr(context, "set_offload_key_position"):
+        for at, position in (positions or {}).items():
+            context.set_offload_key_position(at, position)
     return context
+
+
+def announce(tier: SecondaryTierManager, context: ReqContext, keys: Iterable[bytes]) -> None:
+    """A new request with `keys` in prompt order, as each vLLM's scheduler announces it."""
+    tier.on_new_request(context)
+    if not hasattr(context, "set_offload_key_position"):
+        tier.touch(list(keys), context)
+
+
+def assert_moved(result: JobResult, size: int) -> None:
+    """The job moved so many bytes, where this vLLM's results say so (0.31 on)."""
+    assert getattr(result, "transfer_bytes", size) == size
 
 
 def job(
