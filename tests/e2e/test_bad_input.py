@@ -36,6 +36,7 @@ def test_the_line_is_the_root_cause_with_separate_processes(
     with pytest.raises(EngineError) as caught:
         Engine(tiny_llama, tiering(tmp_path / "kv"), processes=True, log=tmp_path / "log")
     assert caught.value
-    line = next(x for x in (tmp_path / "log").read_text().splitlines() if "ConfigError" in x)
-    assert "root_dir" in line
-    assert "ENOTDIR" in line or "not a directory" in line
+    log = (tmp_path / "log").read_text().splitlines()
+    (line, *_) = (x for x in log if "ConfigError: " in x)
+    assert "secondary_tiers[0].root_dir: " in line
+    assert "is not a directory (ENOTDIR)" in line

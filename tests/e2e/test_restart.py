@@ -57,7 +57,7 @@ def test_memory_then_restart_then_one_process(
         from_memory = one_by_one(first)
         assert tokens(from_memory) == tokens(plain_llama)
         whole_chunks(from_memory)
-        assert first.metrics()[READ_BYTES] == 0
+        assert first.metrics().get(READ_BYTES, 0) == 0
 
     with Engine(tiny_llama, tiering(root), processes=True) as second:
         from_disk = one_by_one(second)
@@ -165,7 +165,7 @@ def test_disk_keeps_what_the_pool_evicted(
     tiny_llama: Path, plain_llama: list[Output], tmp_path: Path
 ) -> None:
     """A pool of twelve chunks under a working set of more, in one engine."""
-    with Engine(tiny_llama, tiering(tmp_path / "kv", cpu_bytes="3MiB")) as engine:
+    with Engine(tiny_llama, tiering(tmp_path / "kv", cpu_bytes="1536KiB")) as engine:
         one_by_one(engine)
         wait_until(lambda: engine.metrics().get(WRITE_BYTES, 0) > 0)
         assert engine.reset()

@@ -30,7 +30,8 @@ def test_connector_name(tiny_llama: Path, tmp_path: Path) -> None:
     with Engine(tiny_llama, config) as engine:
         served_after_reset(engine)
         names = set(engine.metrics())
-        assert "vllm:kv_offload_tiering_read_bytes" in names
+        # The front end declared our metrics, whose first values are zeros.
+        assert any(name.startswith("vllm:kv_offload_odirect_") for name in names)
     assert any((tmp_path / "kv" / "segments").iterdir())
 
 
