@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from vllm_tiered_offload.cli.benching.fio import has_fio, measure_fio
-from vllm_tiered_offload.cli.benching.measure import BenchError, Measure, measure_store
+from vllm_tiered_offload.cli.benching.measure import WHO, BenchError, Measure, measure_store
 from vllm_tiered_offload.cli.benching.plot import plot, require_matplotlib
 from vllm_tiered_offload.cli.output import (
     JsonOption,
@@ -29,8 +29,8 @@ from vllm_tiered_offload.cli.output import (
 )
 from vllm_tiered_offload.store.syscalls import Syscalls
 
-# One round of one contestant needs this much room for each byte it moves.
-_ROOM = 1.5
+# What a round of one contestant needs: for each byte it moves, and once.
+_ROOM, _SPARE = 1.25, 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,10 @@ def _check(root_dir: Path, sizes: list[int], moved: int) -> None:
     if moved < max(sizes):
         raise ValueError(f"--total: {moved} is below one chunk")
     free = Syscalls().free_bytes(str(root_dir))
-    if free < moved * _ROOM:
+    needed = moved * _ROOM + _SPARE
+    if free < needed:
         raise BenchError(
-            f"{root_dir}: {human_bytes(free)} free, {human_bytes(moved * _ROOM)} needed; "
+            f"{root_dir}: {human_bytes(free)} free, {human_bytes(needed)} needed; "
             "give a smaller --total"
         )
 
@@ -136,7 +137,7 @@ def _print(out: Console, measures: list[Measure]) -> None:
     fio = {(m.chunk_bytes, m.direction): m.gb_per_second for m in measures if m.who == "fio"}
     columns = ["", ">chunk", ">GB/s", ">CPU s/GB", "I/O"]
     rows = table([*columns, ">fio GB/s", ">of fio"] if fio else columns)
-    for measure in (m for m in measures if m.who == "store"):
+    for measure in (m for m in measures if m.who == WHO):
         beside = fio.get((measure.chunk_bytes, measure.direction))
         more = [f"{beside:.2f}", f"{measure.gb_per_second / beside:.0%}"] if beside else []
         rows.add_row(

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_tiered_offload.store import ChunkStore, Namespace, StoreSettings
+from vllm_tiered_offload.store.root import segment_bytes_needed
 
 MIB = 1 << 20
 _MEMORY = 256 * MIB
 _JOB = 64 * MIB
-# Room beside the chunks: records, the ends of segments, and a segment per writer to spare.
-_ROOM = 1.25
+# As in a root of 16 GiB and more; shorter segments mean shorter writes.
+_SEGMENT = 256 * MIB
+# Room beside the chunks: records, the ends of segments, and slots to spare.
+_ROOM, _SPARE_SEGMENTS = 1.25, 4
+WHO = "odirect_fs"
 _NAMESPACE = Namespace("be" * 20, private=True)
 
 
@@ -48,9 +52,11 @@ def measure_store(
     rows = max(1, min(_MEMORY, total) // chunk_bytes)
     memory = memoryview(mmap.mmap(-1, rows * chunk_bytes))
     memory[:] = os.urandom(rows * chunk_bytes)
+    segment = max(min(_SEGMENT, total), segment_bytes_needed(chunk_bytes, 1, mmap.PAGESIZE))
     settings = StoreSettings(
         (place,),
-        max_bytes=int(total * _ROOM) + 64 * MIB + 8 * chunk_bytes,
+        max_bytes=int(total * _ROOM) + _SPARE_SEGMENTS * (segment + MIB),
+        segment_bytes=segment,
         read_threads=read_threads,
         direct_io=direct_io,
     )
@@ -63,7 +69,7 @@ def measure_store(
             root = store.stats().roots[0]
             direct = root.direct_write if direction == "store" else root.direct_read
             yield Measure(
-                "store",
+                WHO,
                 direction,
                 chunk_bytes,
                 moved / seconds / 1e9,

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_tiered_offload.cli.benching.measure import Measure
+from vllm_tiered_offload.cli.benching.measure import WHO, Measure
 from vllm_tiered_offload.cli.output import human_bytes
 
-_COLOURS = {"store": "#1f77b4", "fio": "#b0b0b0"}
+_COLOURS = {WHO: "#1f77b4", "fio": "#b0b0b0"}
 
 
 def require_matplotlib() -> None:
