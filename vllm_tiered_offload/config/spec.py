@@ -23,7 +23,9 @@ from vllm_tiered_offload.config.rules import (
     Untouched,
     show,
 )
+from vllm_tiered_offload.pins import PinSettings
 
+PINS = PinSettings()
 TIERING_SPEC = "AlignedTieringOffloadingSpec"
 PREFIX = "kv_connector_extra_config."
 _TIERING_ONLY = ("secondary_tiers", "pin_share", "pin_deadline", "patience", "store_headroom")
@@ -65,18 +67,22 @@ class SpecSettings(Settings):
     pin_share: float = key(
         Number(0.01, 1, "share of the pool"),
         "Most of the pool that chunks read from disk may hold until their request starts.",
-        0.5,
+        PINS.max_share,
     )
     pin_deadline: float = key(
-        Number(0.1, 86400, "seconds"), "How long a chunk read from disk stays held.", 30.0
+        Number(0.1, 86400, "seconds"),
+        "How long a chunk read from disk stays held.",
+        PINS.deadline,
     )
     patience: float = key(
         Number(0, 3600, "seconds"),
         "How long a request waits for room in the pool instead of recomputing; 0: never.",
-        5.0,
+        PINS.patience,
     )
     store_headroom: float = key(
-        Number(0, 0.9, "share of the pool"), "Kept from reads so that stores find room.", 0.1
+        Number(0, 0.9, "share of the pool"),
+        "Kept from reads so that stores find room.",
+        PINS.store_headroom,
     )
     # What vLLM 0.30 to 0.33 read from the same object.
     spec_name: Any = key(Untouched(), "The spec class.", None)
