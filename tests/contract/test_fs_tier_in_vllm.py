@@ -234,6 +234,20 @@ def test_metric_definitions_reach_vllms_spec(tmp_path: Path) -> None:
     assert set(ODirectFsTier.build_metric_definitions({})) <= set(found)
 
 
+@pytest.mark.skipif(
+    not hasattr(TieringOffloadingSpec, "config_info_keys"), reason="vLLM 0.33 and later"
+)
+def test_facts_reach_vllms_info_metric(engine: Any, tmp_path: Path) -> None:
+    entry = ours(tmp_path)
+    one = engine(stock(entry))
+    keys = TieringOffloadingSpec.config_info_keys({"secondary_tiers": [entry]})
+    (series,) = (s for s in one.manager.config_info() if s.get("root_dir") == str(tmp_path))
+    assert set(ODirectFsTier.config_info_keys(entry)) <= set(keys)
+    assert set(ODirectFsTier.config_info_keys(entry)) <= set(series)
+    assert series["tier"] == "1:odirect_fs"
+    assert series["survives_restart"] is True
+
+
 # --- with our region -----------------------------------------------------------------------
 
 

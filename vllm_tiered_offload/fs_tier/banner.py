@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up lines: what was opened, and who may share it."""
+"""What does not change while an engine runs: the start-up lines and vLLM's info labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm_tiered_offload.config import FsTierSettings
     from vllm_tiered_offload.fs_tier.identity import Identity
+
+INFO_KEYS = ("root_dir", "max_bytes", "mode", "namespace", "survives_restart")
+
+
+def info(settings: FsTierSettings, identity: Identity) -> dict[str, str | int | bool]:
+    """The labels named by `INFO_KEYS`, for `vllm:kv_offload_config_info` (vLLM 0.33)."""
+    return {
+        "root_dir": ":".join(str(root) for root in settings.root_dir),
+        "max_bytes": "none" if settings.max_bytes is None else settings.max_bytes,
+        "mode": settings.mode,
+        "namespace": identity.namespace.fingerprint,
+        "survives_restart": not identity.namespace.private,
+    }
 
 
 def banner(label: str, facts: Mapping[str, Any], identity: Identity) -> list[str]:

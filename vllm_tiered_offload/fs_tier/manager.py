@@ -26,9 +26,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from vllm_tiered_offload import compat
-from vllm_tiered_offload.fs_tier import wiring
+from vllm_tiered_offload.fs_tier import banner, wiring
 from vllm_tiered_offload.fs_tier.adapters import adapter_of, salted
-from vllm_tiered_offload.fs_tier.banner import log_banner
 from vllm_tiered_offload.fs_tier.direct_watch import DirectIoWatch
 from vllm_tiered_offload.fs_tier.identity import epoch_namespace
 from vllm_tiered_offload.fs_tier.keys import StoreKeys
@@ -105,7 +104,8 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         # it offers after a reset may have been computed with the weights of before.
         self._epoch = 0
         self._request_epochs: dict[str, int] = {}
-        self._off = False
+        self._off = False  # nothing is served or stored any more
+        self._closed = False
         self._open(settings, wiring.tier_label(tier_type, config, offloading_spec))
 
     def _open(self, settings: FsTierSettings, label: str) -> None:
@@ -122,7 +122,8 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         padding = wiring.padding_bytes(spec, row_bytes)
         self._metrics = TierMetrics(label, self._store.stats, row_bytes, padding)
         self._direct_io = DirectIoWatch(self._store.stats, self._log)
-        log_banner(logger, label, self._store.describe(), identity)
+        self._info = banner.info(settings, identity)
+        banner.log_banner(logger, label, self._store.describe(), identity)
 
     # --- requests -----------------------------------------------------------------------
 
@@ -243,7 +244,14 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         return metric_definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return None if self._off else self._metrics.take()
+        return None if self._closed else self._metrics.take()
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        return banner.INFO_KEYS
+
+    def config_info(self) -> dict[str, str | int | bool]:
+        return self._info
 
     # --- reset and end ------------------------------------------------------------------
 
@@ -280,6 +288,7 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
                 mapped, which that thread may yet read or write.
         """
         self._switch_off()
+        self._closed = True
         if not self._store.shutdown(_SHUTDOWN_SECONDS):
             raise RuntimeError(
                 f"disk tier: an I/O thread did not end within {_SHUTDOWN_SECONDS:.0f} s; "
