@@ -58,6 +58,27 @@ def make_gemma3(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     return _save(directory, Gemma3TextConfig(**settings), Gemma3ForCausalLM, seed)
 
 
+def make_deepseek(directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """A DeepSeek V2: latent KV (MLA), no mixture of experts in so few layers."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    settings = {
+        **_BASE,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        **overrides,
+    }
+    return _save(directory, DeepseekV2Config(**settings), DeepseekV2ForCausalLM, seed)
+
+
 def _save(directory: Path, config: Any, model_class: Any, seed: int) -> Path:
     """Write model and tokenizer unless the directory holds them already."""
     import torch
