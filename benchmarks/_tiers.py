@@ -74,7 +74,7 @@ class Rows:
         return np.fromiter((row.sum() for row in words), np.uint64, self.count)
 
 
-def make_ours(root: Path, rows: Rows, threads: int) -> Any:
+def make_ours(root: Path, rows: Rows, readers: int, writers: int) -> Any:
     """Our tier through vLLM's interface; its store queue takes everything at once."""
     from vllm_tiered_offload.fs_tier.manager import ODirectFsTier
 
@@ -83,18 +83,19 @@ def make_ours(root: Path, rows: Rows, threads: int) -> Any:
         "root_dir": str(root),
         "max_bytes": max(64 * SEGMENT_BYTES, 2 * total),
         "store_queue_bytes": 2 * total,
-        "n_read_threads": threads,
+        "n_read_threads": readers,
+        "n_write_threads": writers,
         "cache_namespace": "benchmark",
     }
     spec = _spec(rows, {"type": "odirect_fs", **config})
     return ODirectFsTier(spec, memoryview(rows.table), "odirect_fs", None, **config)
 
 
-def make_vllm_fs(root: Path, rows: Rows, threads: int) -> Any:
-    """vLLM's own fs tier, with its own number of threads."""
+def make_vllm_fs(root: Path, rows: Rows, readers: int, writers: int) -> Any:
+    """vLLM's own fs tier, with its own default of 16 threads of each kind."""
     from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-    del threads
+    del readers, writers
     spec = _spec(rows, {"type": "fs", "root_dir": str(root)})
     return FileSystemTierManager(spec, memoryview(rows.table), "fs", str(root))
 

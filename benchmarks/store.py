@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,6 @@ from rich.table import Table
 from vllm_tiered_offload.config import parse_size
 
 OURS, VLLM, FIO = "odirect_fs", "vllm-fs", "fio"
-MAKERS: dict[str, Callable[..., Any]] = {OURS: make_ours, VLLM: make_vllm_fs}
 DIRECTIONS = {"store": "write", "load": "read"}
 
 
@@ -64,7 +64,8 @@ def main(
     root: Annotated[Path, typer.Option(help="directory on the disk to measure")] = Path(),
     job: Annotated[str, typer.Option(help="bytes of a job")] = "64MiB",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="n_read_threads")] = 4,
+    readers: Annotated[int, typer.Option(min=1, help="n_read_threads")] = 4,
+    writers: Annotated[int, typer.Option(min=1, help="n_write_threads")] = 1,
     depth: Annotated[int, typer.Option(min=1, help="fio's blocks in flight")] = 16,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -75,6 +76,7 @@ def main(
     rows = Rows(count, chunk_bytes)
     per_job = max(1, parse_size(job) // chunk_bytes)
     samples = {name: Samples() for name in (OURS, *others)}
+    ours = partial(make_ours, readers=readers, writers=writers)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=root) as scratch:
         for number in range(rounds):
             console.print(f"round {number + 1} of {rounds}", style="dim")
@@ -84,7 +86,8 @@ def main(
                 if name == FIO:
                     _fio_round(into, place, chunk_bytes, count * chunk_bytes, depth)
                 else:
-                    _tier_round(into, MAKERS[name], place, rows, per_job, threads)
+                    make = ours if name == OURS else make_vllm_fs
+                    _tier_round(into, make, place, rows, per_job)
                 shutil.rmtree(place)
     _print_samples(samples, count, chunk_bytes)
     bars = make_bars(samples, count, chunk_bytes)
@@ -110,18 +113,17 @@ def _fio_round(into: Samples, place: Path, chunk_bytes: int, total: int, depth: 
 
 def _tier_round(
     into: Samples,
-    make: Callable[..., Any],
+    make: Callable[[Path, Rows], Any],
     place: Path,
     rows: Rows,
     per_job: int,
-    threads: int,
 ) -> None:
     """Once with a main thread that sleeps, for the rates; once with a busy one."""
     for busy in (False, True):
         keys = fresh_keys(rows.count)
         jobs = [keys[at : at + per_job] for at in range(0, len(keys), per_job)]
         here = place / ("busy" if busy else "quiet")
-        tier = make(here, rows, threads)
+        tier = make(here, rows)
         try:
             run = TierRun(tier, rows, jobs, busy)
             for direction, transfer in (("store", run.store), ("load", run.load)):
@@ -137,28 +139,38 @@ def _tier_round(
         shutil.rmtree(here)
 
 
+COLUMNS = ("", "GB/s", "ours x", "CPU s/GB", "ours x", "submit us", "lookup us", "100 us slice")
+
+
 def _print_samples(samples: dict[str, Samples], count: int, chunk_bytes: int) -> None:
     size = f"{count} chunks of {chunk_bytes / MIB:g} MiB, {count * chunk_bytes / 1e9:.2f} GB"
     table = Table(title=f"{size}; medians", title_justify="left")
-    for column in ("", "GB/s", "CPU s/GB", "submit us/chunk", "lookup us/key", "100 us slice"):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if not column else "right")
-    idle = idle_slices(calibrate_spins())
-    table.add_row("idle", "", "", "", "", _percentiles(idle))
+    table.add_row("idle", *[""] * 6, _percentiles(idle_slices(calibrate_spins())))
     for direction in DIRECTIONS:
-        for name, of in samples.items():
-            tier = name != FIO
-            submit = of.median(direction, "submit_seconds") / count * 1e6
-            lookup = statistics.median(of.lookups) * 1e6 if tier else 0.0
-            table.add_row(
-                f"{direction} {name}",
-                f"{of.median(direction, 'gb_per_second'):.2f}",
-                f"{of.median(direction, 'cpu_per_gb'):.3f}",
-                f"{submit:.2f}" if tier else "",
-                f"{lookup:.2f}" if tier and direction == "load" else "",
-                _percentiles(of.slices[direction]),
-            )
+        for name in samples:
+            table.add_row(f"{direction} {name}", *_cells(samples, direction, name, count))
     console.print(table)
-    console.print("100 us slice of a busy main thread: p50 / p99 / max, in us", style="dim")
+    console.print(
+        "ours x: ours divided by it. Submit is per chunk, lookup per key. Slice: p50 / p99 / "
+        "max in us of 100 us of work on a busy main thread.",
+        style="dim",
+    )
+
+
+def _cells(samples: dict[str, Samples], direction: str, name: str, count: int) -> list[str]:
+    of, ours = samples[name], samples[OURS]
+    rates = []
+    for what, form in (("gb_per_second", ".2f"), ("cpu_per_gb", ".3f")):
+        value = of.median(direction, what)
+        ratio = "" if name == OURS else f"{ours.median(direction, what) / value:.2f}"
+        rates += [format(value, form), ratio]
+    if name == FIO:
+        return [*rates, "", "", ""]
+    submit = of.median(direction, "submit_seconds") / count * 1e6
+    lookup = statistics.median(of.lookups) * 1e6
+    return [*rates, f"{submit:.2f}", f"{lookup:.2f}", _percentiles(of.slices[direction])]
 
 
 def _percentiles(slices: list[float]) -> str:
@@ -177,11 +189,9 @@ def make_bars(samples: dict[str, Samples], count: int, chunk_bytes: int) -> list
         if FIO in samples and chunk_bytes >= 512 << 10:
             theirs = samples[FIO].median(direction, "gb_per_second")
             bars.append(Bar(f"{direction}, of fio's rate", rate / theirs, 0.90, at_least=True))
-        if VLLM in samples:
+        if VLLM in samples and direction == "store" and chunk_bytes <= 128 << 10:
             theirs = samples[VLLM].median(direction, "gb_per_second")
-            least = 2.0 if direction == "store" and chunk_bytes <= 128 << 10 else 1.0
-            what = f"{direction}, of vLLM's fs tier's rate"
-            bars.append(Bar(what, rate / theirs, least, at_least=True))
+            bars.append(Bar("store, of vLLM fs's rate", rate / theirs, 2.0, at_least=True))
         cpu = ours.median(direction, "cpu_per_gb")
         most = 0.12 if chunk_bytes >= 2 * MIB else 0.20
         bars.append(Bar(f"{direction}, CPU per GB", cpu, most, unit="s"))
