@@ -19,11 +19,12 @@ class StoreKeys:
     Args:
         salt_adapters: whether keys of requests with an adapter are salted.
         remember: whether events need the way back from a key alone, long after its job; it
-            costs one dictionary entry per adapter's chunk on disk.
+            costs one dictionary entry per adapter's chunk, up to `most`, oldest first out.
     """
 
-    def __init__(self, salt_adapters: bool, remember: bool) -> None:
+    def __init__(self, salt_adapters: bool, remember: bool, most: int = 1 << 20) -> None:
         self.salts = salt_adapters
+        self._most = most
         self._originals: dict[bytes, bytes] | None = {} if salt_adapters and remember else None
 
     def adapter(self, req_context: Any) -> int | None:
@@ -35,8 +36,16 @@ class StoreKeys:
             return keys
         found = [salted(key, adapter) for key in keys]
         if self._originals is not None:
-            self._originals.update(zip(found, keys, strict=True))
+            self._remember(self._originals, found, keys)
         return found
+
+    def _remember(
+        self, originals: dict[bytes, bytes], found: list[bytes], keys: list[bytes]
+    ) -> None:
+        originals.update(zip(found, keys, strict=True))
+        # Not every key reaches the disk and leaves it again with an event.
+        while len(originals) > self._most:
+            del originals[next(iter(originals))]
 
     def from_store(self, keys: Iterable[bytes], adapter: int | None) -> tuple[bytes, ...]:
         """Undo `to_store`: the salt is its own inverse."""

@@ -119,9 +119,9 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
             settings, identity.namespace, self._memory, row_bytes, events=self._emits_events
         )
         self._contains = self._store.contains
-        padding = wiring.padding_bytes(spec, row_bytes)
-        self._metrics = TierMetrics(label, self._store.stats, row_bytes, padding)
-        self._direct_io = DirectIoWatch(self._store.stats, self._log)
+        stats, padding = self._store.stats, wiring.padding_bytes(spec, row_bytes)
+        self._metrics = TierMetrics(label, stats, row_bytes, padding)
+        self._direct_io = DirectIoWatch(stats, self._log)
         self._info = banner.info(settings, identity)
         banner.log_banner(logger, label, self._store.describe(), identity)
 
@@ -147,35 +147,33 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         return _HIT if self._contains(key) else _MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        job_id, request = job_metadata.job_id, job_metadata.req_context
-        stale = self._request_epochs.get(request.req_id, 0) != self._epoch
+        request_epoch = self._request_epochs.get(job_metadata.req_context.req_id, 0)
+        stale = request_epoch != self._epoch
         if stale or self._off:
             self._metrics.store_dropped("reset" if stale else "off", len(job_metadata.keys))
-            self._finish(job_id, success=True)
+            self._finish(job_metadata.job_id, success=True)
             return
-        keys, rows = self._order.sort(
-            job_metadata.keys, job_metadata.chunk_ids.tolist(), request
-        )
-        self._submit(self._store.submit_store, job_metadata, keys, rows)
+        self._submit(self._store.submit_store, job_metadata, in_prefix_order=True)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = list(job_metadata.keys)
         if self._off:
             self._finish(job_metadata.job_id, success=False)
             return
-        self._metrics.chunks_requested(len(keys))
-        rows = job_metadata.chunk_ids.tolist()
-        self._submit(self._store.submit_load, job_metadata, keys, rows)
+        self._metrics.chunks_requested(len(job_metadata.keys))
+        self._submit(self._store.submit_load, job_metadata, in_prefix_order=False)
 
     def _submit(
         self,
         submit: Callable[[int, list[bytes], list[int]], None],
         job: TransferJob,
-        keys: list[bytes],
-        rows: list[int],
+        *,
+        in_prefix_order: bool,
     ) -> None:
         adapter = self._keys.adapter(job.req_context)
+        keys, rows = list(job.keys), job.chunk_ids.tolist()
         try:
+            if in_prefix_order:
+                keys, rows = self._order.sort(keys, rows, job.req_context)
             submit(job.job_id, self._keys.to_store(keys, adapter), rows)
         except Exception as error:
             # An exception would stop the engine; a failed job only costs a recomputation.

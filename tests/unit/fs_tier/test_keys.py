@@ -48,3 +48,9 @@ def test_events_name_the_keys_vllm_knows_until_they_are_removed() -> None:
     assert keys.of_event(salted, removed=False) == KEYS
     assert keys.of_event(salted, removed=True) == KEYS
     assert keys.of_event(salted, removed=True) == salted  # forgotten: nothing leaks
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    keys = StoreKeys(salt_adapters=True, remember=True, most=2)
+    salted = keys.to_store(KEYS, 3)
+    assert keys.of_event(salted, removed=True) == [*salted[:2], *KEYS[2:]]
