@@ -43,7 +43,7 @@ def plan(
     pp: Annotated[int, typer.Option(min=1, help="--pipeline-parallel-size")] = 1,
     dcp: Annotated[int, typer.Option(min=1, help="--decode-context-parallel-size")] = 1,
     block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens in a GPU block; vLLM's log has it.")
+        int, typer.Option(min=1, help="--block-size: 16 on GPUs and 128 on CPUs as a rule.")
     ] = 16,
     blocks_per_chunk: Annotated[
         int | None, typer.Option(min=1, help="Instead of the suggested one.")

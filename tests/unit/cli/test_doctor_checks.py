@@ -2,11 +2,13 @@
 """What doctor finds on machines and file systems that are not this one."""
 
 import errno
+import json
 import os
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.store_roots import make_root
 from vllm_tiered_offload.cli.checks.directory import (
     check_directory,
     mount_of,
@@ -203,6 +205,15 @@ class TestDirectory:
         ]
         assert not any(check.level == "fail" for check in checks)
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_store_that_is_there(self, tmp_path):
+        make_root(tmp_path, 3)
+        assert "bound 64 MiB" in named(check_directory(tmp_path), "store").found
+        document = json.loads((tmp_path / "root.json").read_text())
+        (tmp_path / "root.json").write_text(json.dumps({**document, "format": 99}))
+        check = named(check_directory(tmp_path), "store")
+        assert check.level == "fail"
+        assert "99" in check.found
 
     def test_one_yet_to_be_made(self, tmp_path):
         checks = list(check_directory(tmp_path / "a/b"))

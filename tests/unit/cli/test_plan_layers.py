@@ -143,6 +143,11 @@ def test_what_is_not_certain_is_said():
     odd = {**LLAMA, "layer_types": ["quantum_attention"] * 32}
     assert "quantum_attention" in read_layers(odd).notes[0]
     assert read_layers({**LLAMA, "is_encoder_decoder": True}).notes
+    quantized = {"quantization": {"kv_cache_quant_algo": "FP8"}, "quant_method": "modelopt"}
+    assert (
+        "--kv-cache-dtype" in read_layers({**LLAMA, "quantization_config": quantized}).notes[0]
+    )
+    assert read_layers({**LLAMA, "quantization_config": {"quant_method": "awq"}}).exact
 
 
 @pytest.mark.parametrize(

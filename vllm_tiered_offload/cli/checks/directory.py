@@ -16,6 +16,7 @@ from vllm_tiered_offload.cli.checks import Check, fail, ok, warn
 from vllm_tiered_offload.cli.output import human_bytes
 from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.direct_io import page_aligned
+from vllm_tiered_offload.store.root import read_geometry
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
 MIB = 1 << 20
@@ -62,6 +63,7 @@ def check_directory(
     yield _file_system(*mount_of(place.resolve()))
     yield _space(os.statvfs(place), max_bytes, root)
     yield _inodes(os.statvfs(place))
+    yield from _store(root)
     if usable.level != "fail" and not reading:
         yield from _write_probes(place, syscalls)
 
@@ -149,6 +151,18 @@ def _inodes(info: os.statvfs_result) -> Check:
     if info.f_favail < _FEW_INODES:
         return warn("inodes", f"{info.f_favail} free", "a root takes some hundred; free some")
     return ok("inodes", f"{info.f_favail:,} free")
+
+
+def _store(root: Path) -> Iterator[Check]:
+    """What an earlier run left there; nothing where the directory is new."""
+    try:
+        geometry = read_geometry(str(root))
+    except OSError as error:
+        yield fail("store", str(error), "use the version that wrote it, or another directory")
+        return
+    if geometry is not None:
+        bound = human_bytes(geometry.max_bytes) if geometry.max_bytes else "none"
+        yield ok("store", f"segments of {human_bytes(geometry.segment_bytes)}, bound {bound}")
 
 
 def _write_probes(place: Path, syscalls: Syscalls) -> Iterator[Check]:

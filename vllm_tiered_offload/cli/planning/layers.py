@@ -82,12 +82,26 @@ def read_layers(config: Mapping[str, Any]) -> ModelKv:
         raise ModelError("--model: no layer with attention; there is no KV to keep")
     if config.get("is_encoder_decoder"):
         notes.append("encoder-decoder: the cross-attention's KV is not counted")
+    if _quantizes_kv(config.get("quantization_config")):
+        notes.append(
+            "the checkpoint asks for a quantized KV cache: state --kv-cache-dtype here"
+        )
     return ModelKv(
         name=str((config.get("architectures") or ["unknown"])[0]),
         layers=layers,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")),
         max_tokens=_first(text, ("max_position_embeddings", "n_positions", "max_seq_len")),
         notes=tuple(notes),
+    )
+
+
+def _quantizes_kv(quantization: Any) -> bool:
+    """Whether vLLM may choose a KV dtype by itself from the checkpoint's quantization."""
+    if not isinstance(quantization, Mapping):
+        return False
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    return any(quantization.get(name) for name in names) or _quantizes_kv(
+        quantization.get("quantization")
     )
 
 
