@@ -84,16 +84,19 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     def lookup(
         self, key: OffloadKey, req_context: ReqContext, *, exclude_tier_idx: int | None = None
     ) -> LookupResult:
-        if key in self._book.queued:
+        book = self._book
+        if key in book.queued:
             return LookupResult.HIT_PENDING
-        admission = self._book.find(req_context.req_id, req_context)
-        if admission is None or self._shut:
-            return self._resident(key, req_context)
-        self._asking, self._told_to_wait = admission, False
+        admission = self._asking
+        if admission is None or admission.request is not req_context:
+            admission = self._asking = book.find(req_context.req_id, req_context)
+            if admission is None:
+                return self._resident(key, req_context)
+        self._told_to_wait = False
         result = super().lookup(key, req_context, exclude_tier_idx=exclude_tier_idx)
         if result is LookupResult.HIT:
-            self._book.saw_hit(admission, key)
-        elif result is LookupResult.HIT_PENDING and self._book.is_stuck(key):
+            book.saw_hit(admission, key)
+        elif result is LookupResult.HIT_PENDING and key in book.stuck:
             return LookupResult.MISS
         elif result is LookupResult.MISS and self._told_to_wait:
             return LookupResult.RETRY
@@ -229,14 +232,18 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     ) -> None:
         if self._end_admission(req_context) is None:
             return
-        self._book.forget(req_context.req_id)
+        self._forget(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
+
+    def _forget(self, req_id: str) -> None:
+        self._book.forget(req_id)
+        self._asking = None
 
     def _retire(self, req_id: str) -> None:
         """Close a request whose id comes again before its last store ended."""
         state = self._req_state[req_id]
         if self._end_admission(state.req_context) is not None:
-            self._book.forget(req_id)
+            self._forget(req_id)
             self.primary_tier.on_request_finished(state.req_context)
         state.is_finished = True
         state.pending_primary_stores = 0
@@ -288,4 +295,6 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         if self._shut:
             return
         self._shut = True
+        self._book.close()
+        self._asking = None
         super().shutdown()

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 
@@ -112,7 +113,7 @@ class PinBook:
         self.step = 0
         self.queued: dict[bytes, Admission] = {}
         self._flying: dict[bytes, float] = {}  # key -> when its promotion began
-        self._stuck_before = 0.0
+        self.stuck: set[bytes] = set()  # promotions past the deadline: not waited for
         self._pins: dict[bytes, int] = {}  # key -> requests that hold it
         self._admissions: dict[str, Admission] = {}
         self._touched: dict[Admission, None] = {}
@@ -136,6 +137,11 @@ class PinBook:
     def forget(self, request_id: str) -> None:
         """Drop a request whose admission has been ended."""
         self._admissions.pop(request_id, None)
+
+    def close(self) -> None:
+        """Forget everything: the pool is gone."""
+        self._admissions.clear()
+        self.queued.clear()
 
     def end_admission(self, admission: Admission) -> list[bytes]:
         """The request has started or is gone; returns the keys to unpin."""
@@ -182,8 +188,12 @@ class PinBook:
         touched = list(self._touched)
         self._touched.clear()
         self.step += 1
-        self._stuck_before = self.clock() - self.settings.deadline
+        self.stuck = self._overdue_promotions()
         return touched
+
+    def _overdue_promotions(self) -> set[bytes]:
+        before = self.clock() - self.settings.deadline
+        return set(takewhile(lambda key: self._flying[key] < before, self._flying))
 
     # --- promotions and pins ---
 
@@ -207,10 +217,6 @@ class PinBook:
         mine = admission.flying.intersection(keys)
         admission.flying -= mine
         return [] if admission.expired else [key for key in ok if key in mine]
-
-    def is_stuck(self, key: bytes) -> bool:
-        """Its promotion has passed the deadline: nobody waits for this disk."""
-        return self._flying.get(key, self._stuck_before) < self._stuck_before
 
     def pin(self, admission: Admission, keys: Iterable[bytes]) -> None:
         """Record pins; `keys` are not pinned by this request yet."""

@@ -136,6 +136,23 @@ def test_the_resident_head_of_a_prefix_is_not_evicted_by_its_own_tail() -> None:
     assert ours.tier.loads == keys[40:POOL]
 
 
+def test_the_resident_head_is_held_with_the_promoted_tail() -> None:
+    ours = bench(ALL)
+    keys = chain(1, 30)
+    first = ours.request("first", keys)
+    ours.store(first, keys[:10])
+    ours.finish(first)
+    ours.end_step()
+    ours.stored(keys)
+    prompt = ours.request("r", keys)
+    ours.step(prompt)
+    other = ours.request("o", more := chain(2, POOL))
+    assert ours.store(other, more[: POOL - 29]) == []
+    assert len(ours.store(other, more[: POOL - 30])) == POOL - 30
+    assert ours.run(prompt) == 30
+    assert ours.tier.loads == keys[10:]
+
+
 def test_a_prefix_that_fills_the_pool_starts_at_once() -> None:
     ours = bench(ALL)
     keys = chain(1, POOL + 30)
@@ -267,3 +284,15 @@ def test_nobody_waits_for_a_disk_that_does_not_answer() -> None:
         ours.finish(prompt)
     ours.end_step()
     ours.assert_idle()
+
+
+def test_a_pool_that_refuses_many_keys_is_asked_for_fewer() -> None:
+    ours = bench(ALL)
+    real = ours.pool.prepare_write
+    ours.pool.prepare_write = lambda keys, context: (
+        None if len(keys) > 7 else real(keys, context)
+    )
+    prompt = ours.request("r", keys := chain(1, 20))
+    ours.stored(keys)
+    assert ours.run(prompt) == 5
+    assert ours.tier.loads == keys[:5]

@@ -220,10 +220,10 @@ def test_a_promotion_is_stuck_after_the_deadline() -> None:
     pool.launch()
     pool.clock.now += 5.1
     pool.book.end_step()
-    assert pool.book.is_stuck(keys(1)[0])
-    assert not pool.book.is_stuck(keys(1, start=9)[0])
+    assert pool.book.stuck == set(keys(1))
     pool.land(a)
-    assert not pool.book.is_stuck(keys(1)[0])
+    pool.book.end_step()
+    assert pool.book.stuck == set()
 
 
 # --- patience ---
