@@ -100,6 +100,11 @@ def make_spec(config: Any | None = None, **attributes: Any) -> Any:
     )
 
 
+def page_aligned(size: int) -> memoryview:
+    """`size` writable bytes that start a page."""
+    return memoryview(mmap.mmap(-1, size))[:size]
+
+
 def key(number: int, group: int = 0) -> Any:
     return make_offload_key(number.to_bytes(32, "big"), group)
 
