@@ -19,7 +19,7 @@ from vllm_tiered_offload.cli.checks.installation import (
     check_installation,
 )
 from vllm_tiered_offload.cli.checks.machine import check_machine
-from vllm_tiered_offload.cli.checks.memory import cgroup_memory, check_memory
+from vllm_tiered_offload.cli.checks.memory import check_memory
 from vllm_tiered_offload.cli.checks.speed import probe_speed
 from vllm_tiered_offload.store.syscalls import Syscalls
 
@@ -55,82 +55,48 @@ class TestMachine:
 
 
 class TestMemory:
-    def test_cgroup_v2_takes_the_tightest_ancestor(self, tmp_path):
-        tree(
-            tmp_path,
-            {
-                "proc/self/cgroup": "0::/pod/container\n",
-                "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
-                "sys/fs/cgroup/pod/memory.current": str(7 * GIB),
-                "sys/fs/cgroup/pod/container/memory.max": "max\n",
-                "sys/fs/cgroup/pod/container/memory.current": "1\n",
-            },
-        )
-        limit = cgroup_memory(tmp_path)
-        assert (limit.limit, limit.used) == (8 * GIB, 7 * GIB)
+    GROUP = {
+        "dev/shm/x": "",
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": "30 22 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/memory.max": str(4 * GIB),
+        "sys/fs/cgroup/memory.current": str(GIB),
+        "sys/fs/cgroup/memory.stat": "inactive_file 0\nactive_file 0\n",
+    }
 
-    def test_cgroup_of_a_container_is_the_mounts_root(self, tmp_path):
-        tree(
-            tmp_path,
-            {
-                "proc/self/cgroup": "0::/not/visible/inside\n",
-                "sys/fs/cgroup/memory.max": str(4 * GIB),
-                "sys/fs/cgroup/memory.current": "0",
-            },
+    def test_the_control_group(self, tmp_path):
+        check = named(check_memory(root=tree(tmp_path, self.GROUP)), "control group")
+        assert "limit 4 GiB, 3 GiB available" in check.found
+        assert named(
+            check_memory(root=tree(tmp_path / "b", {"dev/shm/x": ""})), "control group"
         )
-        assert cgroup_memory(tmp_path).limit == 4 * GIB
 
-    def test_cgroup_v1(self, tmp_path):
-        tree(
-            tmp_path,
-            {
-                "proc/self/cgroup": "3:cpu,cpuacct:/\n5:memory:/docker\n",
-                "sys/fs/cgroup/memory/docker/memory.limit_in_bytes": str(2 * GIB),
-                "sys/fs/cgroup/memory/docker/memory.usage_in_bytes": str(GIB),
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "0",
-            },
-        )
-        limit = cgroup_memory(tmp_path)
-        assert (limit.limit, limit.used) == (2 * GIB, GIB)
-
-    def test_no_cgroup(self, tmp_path):
-        assert cgroup_memory(tmp_path) is None
-
-    def test_a_pool_over_the_limit_fails(self, tmp_path):
-        tree(
-            tmp_path,
-            {
-                "proc/self/cgroup": "0::/\n",
-                "sys/fs/cgroup/memory.max": str(4 * GIB),
-                "sys/fs/cgroup/memory.current": str(GIB),
-                "dev/shm/x": "",
-            },
-        )
-        check = named(check_memory(3 * GIB + 1, root=tmp_path), "control group")
+    def test_a_pool_over_the_limit_fails_as_the_engine_will(self, tmp_path):
+        root = tree(tmp_path, self.GROUP)
+        check = named(check_memory(3 * GIB + 1, root=root), "CPU pool")
         assert check.level == "fail"
+        assert "control group" in check.found
         assert "cpu_bytes_to_use" in check.advice
-        assert named(check_memory(3 * GIB, root=tmp_path), "control group").level == "ok"
+        assert named(check_memory(3 * GIB, root=root), "CPU pool").level == "ok"
 
-    def test_shm_counts_only_where_it_is_used(self):
-        assert named(check_memory(1 << 60), "/dev/shm").level != "fail"
-        assert named(check_memory(1 << 60, backing="shm"), "/dev/shm").level == "fail"
+    def test_without_a_configuration_no_pool_is_judged(self):
+        assert "CPU pool" not in [check.name for check in check_memory()]
 
-    def test_reserved_huge_pages(self, tmp_path):
-        tree(
-            tmp_path,
-            {
-                "dev/shm/x": "",
-                "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "511\n",
-            },
-        )
-        check = named(check_memory(GIB, huge="2MB", root=tmp_path), "huge pages")
+    def test_shm_counts_only_where_it_is_used(self, tmp_path, monkeypatch):
+        small = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_blocks=16384)
+        monkeypatch.setattr(os, "statvfs", lambda path: small)
+        root = tree(tmp_path, {"dev/shm/x": ""})
+        assert named(check_memory(GIB, root=root), "CPU pool").level == "ok"
+        assert named(check_memory(GIB, root=root), "/dev/shm").level == "warn"
+        check = named(check_memory(GIB, backing="shm", root=root), "CPU pool")
         assert check.level == "fail"
-        assert "echo 512" in check.advice
-        assert (
-            named(check_memory(GIB >> 1, huge="2MB", root=tmp_path), "huge pages").level == "ok"
-        )
-        assert named(check_memory(GIB, huge="1GB", root=tmp_path), "huge pages").level == "fail"
+        assert "memfd" in check.advice
+
+    def test_reserved_huge_pages_that_are_not_there(self, tmp_path):
+        root = tree(tmp_path, {"dev/shm/x": ""})
+        check = named(check_memory(GIB, huge="2MB", root=root), "CPU pool")
+        assert check.level == "fail"
+        assert "huge_pages" in check.found
 
     @pytest.mark.parametrize(("setting", "level"), [("[advise]", "ok"), ("[never]", "warn")])
     def test_transparent_huge_pages(self, tmp_path, setting, level):
