@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -32,6 +32,8 @@ from vllm_tiered_offload.store.jobs import Job, JobTable
 from vllm_tiered_offload.store.runs import SMALLEST_SHARE, cut_runs
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import Syscalls
+
+MOST_HITS = 1 << 18  # remembered between two looks
 
 Placed = tuple[int, bytes, memoryview]  # place, key, row
 
@@ -67,7 +69,9 @@ class ChunkStore:
         self._jobs = JobTable(clock)
         self._clock = clock
         self._counters = Counters()  # of what concerns no root
-        self._hits: set[bytes] = set()  # found since recency was last looked at
+        # Found since recency was last looked at. An append is all a look-up can afford.
+        self._hits: deque[bytes] = deque(maxlen=MOST_HITS)
+        self._note_hit = self._hits.append
         self._storing: set[bytes] = set()
         self._next_disk = 0
         self._some_unavailable = False  # a root is stalled or sick
@@ -103,10 +107,9 @@ class ChunkStore:
 
     def contains(self, key: bytes) -> bool:
         """Whether a load of this key would find it. Counts as a hit. Touches no disk."""
-        place = self._places.get(key)
-        if place is None or (self._some_unavailable and self._is_unavailable(place)):
+        if key not in self._places or (self._some_unavailable and self._is_unavailable(key)):
             return False
-        self._hits.add(key)
+        self._note_hit(key)
         return True
 
     def submit_store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
@@ -118,7 +121,7 @@ class ChunkStore:
             for key, row in zip(keys, rows, strict=True)
             if key not in places and key not in storing
         ]
-        self._hits.update(key for key in keys if key in places)
+        self._hits.extend(key for key in keys if key in places)
         job = self._jobs.start(job_id, len(fresh), is_load=False)
         most = self._chunks_per_piece()
         for start in range(0, len(fresh), most):
@@ -130,7 +133,7 @@ class ChunkStore:
         get = self._places.get
         wanted = [(get(key, -1), key, row) for key, row in zip(keys, rows, strict=True)]
         wanted.sort()
-        self._hits.update(keys)
+        self._hits.extend(keys)
         share = len(keys) * self.chunk_bytes // self.settings.read_threads
         most_bytes = min(self.settings.io_bytes, max(share, SMALLEST_SHARE))
         for ordinal, group in groupby(wanted, key=lambda item: item[0] >> RECORD_BITS):
@@ -286,8 +289,8 @@ class ChunkStore:
         start = row * self.chunk_bytes
         return self._memory[start : start + self.chunk_bytes]
 
-    def _is_unavailable(self, place: int) -> bool:
-        segment = self._index.segments.get(place >> RECORD_BITS)
+    def _is_unavailable(self, key: bytes) -> bool:
+        segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
         return segment is None or self._disks[segment.root].unavailable
 
     def _chunks_of(self, disk: Disk) -> int:
@@ -296,15 +299,17 @@ class ChunkStore:
     def _drain_hits(self) -> None:
         """Hands the hits collected by look-ups to the policies, and to the evictors."""
         hits, now = self._hits, self._clock()
-        with contextlib.suppress(KeyError):  # another thread emptied it
+        distinct: set[bytes] = set()  # a request that waits is looked up again and again
+        with contextlib.suppress(IndexError):  # another thread emptied it
             for _ in range(len(hits)):
-                key = hits.pop()
-                segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
-                if segment is not None:
-                    segment.hit_at = now
-                    parts = self._disks[segment.root].parts
-                    with parts.policy_lock:
-                        parts.policy.on_hit(key)
+                distinct.add(hits.popleft())
+        for key in distinct:
+            segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
+            if segment is not None:
+                segment.hit_at = now
+                parts = self._disks[segment.root].parts
+                with parts.policy_lock:
+                    parts.policy.on_hit(key)
 
     def _watch_loop(self) -> None:
         """Touches no disk, so that it notices the one that hangs."""

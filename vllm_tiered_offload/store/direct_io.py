@@ -147,6 +147,10 @@ def _calls(
     buffers: Sequence[memoryview], offset: int
 ) -> Iterator[tuple[list[memoryview], int]]:
     """Cuts a transfer into what one call may carry, with the file offset of each part."""
+    size = sum(map(len, buffers))
+    if len(buffers) <= IOV_MAX and size <= MAX_CALL_BYTES:
+        yield list(buffers), offset
+        return
     part: list[memoryview] = []
     size = 0
     for buffer in buffers:

@@ -114,7 +114,7 @@ class Disk:
         if (age > timeout) != self.stalled:
             self.stalled = age > timeout
             how = (
-                f"a call hangs for {age:.0f} s, lookups miss" if self.stalled else "moves again"
+                f"a call hangs for {age:.1f} s, lookups miss" if self.stalled else "moves again"
             )
             logger.warning("%s: %s", self.parts.root.path, how)
 

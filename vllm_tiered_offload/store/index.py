@@ -11,10 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_tiered_offload.store.segment import Segment
 
 RECORD_BITS = 24
 RECORD_MASK = (1 << RECORD_BITS) - 1
+Column = Sequence[int] | npt.NDArray[np.uint64]
 _BATCH = 1024  # records per hold of the lock, so that nobody waits for a whole segment
 
 
@@ -42,8 +46,8 @@ class Index:
         self,
         segment: Segment,
         keys: Sequence[bytes],
-        offsets: Iterable[int],
-        checksums: Iterable[int],
+        offsets: Column,
+        checksums: Column,
         *,
         announce: bool = True,
     ) -> None:
@@ -58,8 +62,8 @@ class Index:
         self,
         segment: Segment,
         keys: Sequence[bytes],
-        offsets: Sequence[int],
-        checksums: Iterable[int],
+        offsets: Column,
+        checksums: Column,
     ) -> None:
         """As ``add``, but a chunk that a younger segment holds stays where it is.
 
@@ -70,22 +74,18 @@ class Index:
         for start in range(0, len(keys), _BATCH):
             batch = slice(start, start + _BATCH)
             with self.lock:
-                self._tell(
-                    False, self._offer(segment, first + start, keys[batch], offsets[batch])
-                )
+                self._tell(False, self._offer(segment, first + start, keys[batch]))
 
-    def _offer(
-        self, segment: Segment, first: int, keys: Sequence[bytes], offsets: Sequence[int]
-    ) -> Sequence[bytes]:
+    def _offer(self, segment: Segment, first: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the keys that had no place."""
         places = self.places
-        if not segment.bad and places.keys().isdisjoint(keys):  # nearly always, and quick
+        if places.keys().isdisjoint(keys):  # nearly always, and quick
             places.update(zip(keys, range(first, first + len(keys)), strict=True))
             return keys
         fresh: list[bytes] = []
-        for place, (key, offset) in enumerate(zip(keys, offsets, strict=True), first):
+        for place, key in enumerate(keys, first):
             old = places.get(key)
-            if offset in segment.bad or (old is not None and self._younger(old, segment)):
+            if old is not None and self._younger(old, segment):
                 continue
             places[key] = place
             if old is None:
@@ -96,8 +96,8 @@ class Index:
         self,
         segment: Segment,
         keys: Sequence[bytes],
-        offsets: Iterable[int],
-        checksums: Iterable[int],
+        offsets: Column,
+        checksums: Column,
         old_places: Iterable[int],
     ) -> None:
         """Appends copies of chunks; those that are still at their old place move here."""
@@ -109,9 +109,8 @@ class Index:
                 place += 1
 
     def discard(self, segment: Segment, record: int) -> bool:
-        """A chunk turned out unreadable: it is forgotten, and stays so."""
+        """A chunk turned out unreadable: it is forgotten, for no record is indexed twice."""
         with self.lock:
-            segment.bad.add(segment.offsets[record])
             return self._remove(segment.keys[record], segment.ordinal << RECORD_BITS | record)
 
     def drop(self, segment: Segment) -> list[bytes]:
@@ -150,13 +149,14 @@ class Index:
         self,
         segment: Segment,
         keys: Sequence[bytes],
-        offsets: Iterable[int],
-        checksums: Iterable[int],
+        offsets: Column,
+        checksums: Column,
     ) -> int:
         first = segment.ordinal << RECORD_BITS | len(segment.keys)
         segment.keys.extend(keys)
-        segment.offsets.extend(offsets)
-        segment.checksums.extend(checksums)
+        # Through numpy: records come as its columns, a million at a restart.
+        segment.offsets.frombytes(np.asarray(offsets, np.uint64).tobytes())
+        segment.checksums.frombytes(np.asarray(checksums, np.uint64).tobytes())
         return first
 
     def _remove(self, key: bytes, place: int) -> bool:

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store import locks
@@ -26,6 +27,7 @@ CLOCK_GRAIN = 2.0
 LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
 REMEMBER_OTHERS = 600.0  # seconds a new segment of another process stands for more to come
 MEASURE_AFTER = 60  # refreshes between two looks at what else lies under the root
+RECOVERY_THREADS = 8
 _YIELD_AFTER = 64  # files
 
 
@@ -34,9 +36,10 @@ class Refresher:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._reader = SegmentReader(parts.io)
+        self._readers = threading.local()
         self._listed_at: tuple[int, int] = (0, 0)  # directory's mtime, wall clock then
         self._refreshes = 0
+        self._recovering = False
         self.turn = threading.Lock()  # held during a refresh
         self._reported: dict[str, tuple[int, int]] = {}  # odd files already counted
 
@@ -48,10 +51,39 @@ class Refresher:
         self._parts.catalogue.clear()
         self._reported.clear()
         self._listed_at = (0, 0)
-        self._list()
-        for segment in sorted(self._parts.catalogue.all(), key=lambda found: found.sequence):
-            if segment.ordinal >= 0 and segment.state is State.OPEN:
+        self._recovering = True
+        try:
+            # Many small reads: their latencies overlap, the work of Python does not.
+            with ThreadPoolExecutor(RECOVERY_THREADS, "vto-recover") as pool:
+                self._list(pool)
+                self._read_all(pool)
+        finally:
+            self._recovering = False
+
+    def _read_all(self, pool: ThreadPoolExecutor) -> None:
+        segments = [found for found in self._parts.catalogue.all() if found.ordinal >= 0]
+        segments.sort(key=lambda found: found.sequence)
+        for segment, records in zip(segments, pool.map(self._footer_of, segments), strict=True):
+            if records is None:
                 self._look_at(segment)
+            else:
+                self._take(segment, records)
+                segment.state = State.CLOSED
+
+    def _footer_of(self, segment: Segment) -> fmt.Records | None:
+        """The records of a sealed segment; None for all that needs a closer look."""
+        try:
+            fd = self._parts.io.open(segment.path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            if self._has_writer(fd, segment.header):
+                return None
+            return self._reader.footer(fd, segment.header)
+        except (OSError, fmt.FormatError):
+            return None
+        finally:
+            os.close(fd)
 
     def refresh(self) -> bool:
         """One round; True if files came or went. Raises OSError when the root is unreadable."""
@@ -74,7 +106,7 @@ class Refresher:
         recent = at - mtime < CLOCK_GRAIN * 1e9
         return mtime != seen or recent or self._refreshes % LIST_ANYWAY_AFTER == 0
 
-    def _list(self) -> None:
+    def _list(self, pool: ThreadPoolExecutor | None = None) -> None:
         self._listed_at = (self._directory_time(), time.time_ns())
         # Before the listing: a segment that a writer adds meanwhile is no missing file.
         known = self._parts.catalogue.all()
@@ -88,6 +120,10 @@ class Refresher:
                 self._parts.lose(segment)
         self._parts.catalogue.leftovers.intersection_update(present)
         self._parts.catalogue.strangers.intersection_update(present)
+        if pool is not None:
+            for _ in pool.map(self._compare, files.values()):
+                pass
+            return
         for number, path in enumerate(files.values()):
             self._compare(path)
             if number % _YIELD_AFTER == 0:
@@ -134,10 +170,10 @@ class Refresher:
         if header is None:
             self._odd(path, kind, identity)
             return
-        parts.slots.highest_sequence = max(parts.slots.highest_sequence, header.sequence)
+        parts.slots.note_sequence(header.sequence)
         segment = Segment(parts.number, path, header, State.CLOSED)
         segment.identity = identity
-        if self._refreshes:  # not there at the start: somebody else is storing
+        if not self._recovering:  # not there at the start: somebody else is storing
             parts.others_store_until = parts.clock() + REMEMBER_OTHERS
         if self._is_ours(header):
             segment.state = State.OPEN
@@ -145,6 +181,14 @@ class Refresher:
         # Whether another namespace's segment still has a writer is for its lock to say,
         # when it comes to evicting it.
         parts.meet(segment)
+
+    @property
+    def _reader(self) -> SegmentReader:
+        """This thread's: a reader has one buffer."""
+        reader: SegmentReader | None = getattr(self._readers, "reader", None)
+        if reader is None:
+            reader = self._readers.reader = SegmentReader(self._parts.io)
+        return reader
 
     def _is_ours(self, header: fmt.PageBlock) -> bool:
         parts = self._parts
@@ -227,8 +271,10 @@ class Refresher:
 
     def _take(self, segment: Segment, records: fmt.Records) -> None:
         keys = fmt.record_keys(records)
-        offsets, checksums = records["offset"].tolist(), records["checksum"].tolist()
-        self._parts.index.offer(segment, keys, offsets, checksums)
+        index = self._parts.index
+        # Recovery goes from the oldest to the youngest: the last place is the right one.
+        enter = index.add if self._recovering else index.offer
+        enter(segment, keys, records["offset"], records["checksum"])
 
     def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
         if kind in (Kind.EMPTY, Kind.DAMAGED):

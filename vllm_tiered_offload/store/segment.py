@@ -24,7 +24,6 @@ class Segment:
     """
 
     __slots__ = (
-        "bad",
         "checksums",
         "examined",
         "gone",
@@ -54,7 +53,6 @@ class Segment:
         self.keys: list[bytes] = []
         self.offsets = array("Q")
         self.checksums = array("Q")
-        self.bad: set[int] = set()  # offsets that failed; a refresh must not bring them back
         self.scanned_to = header.page_bytes  # where the next table would be
         self.loads = 0  # chunk loads in flight; an evictor keeps away
         self.hit_at = float("-inf")  # clock of the last look-up that found something here

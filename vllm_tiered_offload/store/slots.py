@@ -12,6 +12,7 @@ import contextlib
 import enum
 import errno
 import os
+import threading
 import time
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ class Slots:
         self._syscalls = syscalls
         self._io = io
         self._sparse = False  # the file system does not preallocate
-        self.highest_sequence = 0  # of all segments seen; a lost root.lock starts above it
+        self._sequences = threading.Lock()
+        self._highest_sequence = 0  # of all segments seen; a lost root.lock starts above it
 
     def list(self) -> dict[int, str]:
         """Slots in use, by number. Raises OSError when the directory cannot be read."""
@@ -152,10 +154,15 @@ class Slots:
         """One more than any before: root.lock remembers it, or, if lost, what was seen."""
         text = os.pread(lock_fd, 32, 0).strip()
         stored = int(text) if text.isdigit() else 0
-        sequence = max(stored, self.highest_sequence) + 1
+        sequence = max(stored, self._highest_sequence) + 1
         os.pwrite(lock_fd, b"%020d\n" % sequence, 0)
-        self.highest_sequence = sequence
+        self.note_sequence(sequence)
         return sequence
+
+    def note_sequence(self, sequence: int) -> None:
+        """A segment with this number exists."""
+        with self._sequences:
+            self._highest_sequence = max(self._highest_sequence, sequence)
 
     def remove_leftover(self, path: str) -> bool:
         """Frees a slot whose file is empty, left by a crash between truncate and unlink.

@@ -105,6 +105,7 @@ def test_direct_where_chunks_are_whole_sectors(
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4-512", "xfs-4096"])
 def test_bound_holds_where_the_file_system_counts_its_own_blocks(
     kind: str, tmp_path: Path
@@ -119,6 +120,7 @@ def test_bound_holds_where_the_file_system_counts_its_own_blocks(
 
 
 @pytest.mark.root
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ext4-512", "xfs-512", "tmpfs"])
 def test_a_disk_smaller_than_the_bound(kind: str, tmp_path: Path) -> None:
     """Real ENOSPC: the store lives with what there is."""

@@ -171,9 +171,11 @@ def test_a_frozen_file_system(tmp_path: Path) -> None:
             wait_for(lambda: engine.store.stats().stalled)
             assert engine.held(keys(20)) == []
             assert not engine.store.shutdown(timeout=1.0)
-            assert engine.store.take_completions() == []
+            # Reported by now only if the hung call was a mark, with the job still queued.
+            done = engine.store.take_completions()
         finally:
             subprocess.run(["fsfreeze", "--unfreeze", str(mount)], check=True)
         wait_for(lambda: engine.store.pending_jobs == 0)
-        assert [done.job_id for done in engine.store.take_completions()] == [job]
+        done += engine.store.take_completions()
+        assert [each.job_id for each in done] == [job]
         assert engine.store.shutdown()
