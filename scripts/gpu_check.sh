@@ -30,7 +30,8 @@ command -v "$python" >/dev/null || skip "'$python' is not on the PATH; set PYTHO
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1 VLLM_LOGGING_LEVEL="${VLLM_LOGGING_LEVEL:-INFO}"
 if [ "${1-}" != --dry-run ]; then
-    "$python" -c 'import vllm' 2>/dev/null || skip "$python cannot import vllm"
+    "$python" -c 'from importlib.util import find_spec; raise SystemExit(not find_spec("vllm"))' ||
+        skip "$python has no vllm"
     if [ "${1-}" != --rehearse ]; then
         "$python" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' ||
             skip "torch sees no CUDA device"
