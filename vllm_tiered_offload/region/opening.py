@@ -67,7 +67,8 @@ class Request:
             logger.info("Region: removed %s, left by an engine that is dead", path)
         if self.memory_check is not None:
             self.memory_check(joining.length)
-        preflight.check(joining.length, backing, joining.huge_bytes)
+        need, huge_bytes = joining.length, joining.huge_bytes
+        preflight.check_while_growing(lambda: preflight.check(need, backing, huge_bytes), need)
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ def _open_once(request: Request, layout: Layout, joining: Joining, deadline: flo
             opened.prefault_seconds = _prefault(request, layout, mapping, granule)
         if request.rank is not None:
             _wait_for_workers(seat, joining, deadline)
-            _say_pinning(joining.length)
+            if seat.created:
+                _say_what_was_made(opened, joining, layout)
     except BaseException as error:
         seat.close(f"{joining.who}: {error}")
         if mapping is not None:
@@ -175,9 +177,24 @@ def _prefault(request: Request, layout: Layout, mapping: MemoryMapping, granule:
     return prefault.Prefault(populate, prefault.thread_count(count), who).run(ranges, total)
 
 
-def _say_pinning(length: int) -> None:
+def _say_what_was_made(opened: Opened, joining: Joining, layout: Layout) -> None:
+    facts = opened.describe()
+    hint = f" ({facts['huge_hint']})" if facts["huge_hint"] else ""
+    logger.info(
+        "Region of engine %s: %d chunks of %d bytes, %d bytes in all, %s, %d bytes of it in "
+        "huge pages%s, %d worker(s), pre-faulted in %.1f s",
+        joining.claim.engine_id,
+        layout.num_chunks,
+        layout.row_bytes,
+        layout.total_bytes,
+        facts["backing"],
+        facts["huge_bytes"],
+        hint,
+        len(opened.ranks),
+        opened.prefault_seconds,
+    )
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        note = preflight.locked_memory_note(length)
+        note = preflight.locked_memory_note(joining.length)
         if note:
             logger.warning("Region: %s", note)

@@ -9,12 +9,43 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_tiered_offload.region import cgroup
 from vllm_tiered_offload.region.settings import RegionError
 
 _ROOT = Path("/")
+# Seconds in which a dying engine's memory has to be seen coming back.
+GROWTH_WINDOW = 2.0
+
+
+class Shortage(RegionError):
+    """Too little of something; `available` is how much there is, in bytes."""
+
+    def __init__(self, available: int, reason: str) -> None:
+        super().__init__(reason)
+        self.available = available
+
+
+def check_while_growing(
+    check: Callable[[], None], need: int, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Run `check`; a shortage is final once it stops shrinking.
+
+    The kernel takes a while to free what an engine killed just now held: a
+    restart at once must not fail for it. Raises what `check` raises.
+    """
+    last = -need
+    while True:
+        try:
+            return check()
+        except Shortage as shortage:
+            if shortage.available < last + need // 100:
+                raise
+            last = shortage.available
+        sleep(GROWTH_WINDOW)
 
 
 def size(count: int) -> str:
@@ -23,7 +54,7 @@ def size(count: int) -> str:
 
 
 def check(need: int, backing: str, huge_bytes: int = 0, root: Path = _ROOT) -> None:
-    """Raise `RegionError` when `need` bytes cannot be had.
+    """Raise `Shortage`, a `RegionError`, when `need` bytes cannot be had.
 
     Args:
         backing: "memfd" or "shm".
@@ -35,16 +66,18 @@ def check(need: int, backing: str, huge_bytes: int = 0, root: Path = _ROOT) -> N
         return
     available = _meminfo(root).get("MemAvailable")
     if available is not None and need > available:
-        raise RegionError(
+        raise Shortage(
+            available,
             f"the CPU pool needs {size(need)}, but this host has {size(available)} of free "
-            "memory (MemAvailable); lower cpu_bytes_to_use"
+            "memory (MemAvailable); lower cpu_bytes_to_use",
         )
     for limit in cgroup.limits(root):
         if need > limit.available:
-            raise RegionError(
+            raise Shortage(
+                limit.available,
                 f"the CPU pool needs {size(need)}, but the control group allows "
                 f"{size(max(limit.available, 0))} more of {size(limit.limit)} ({limit.file}); "
-                "lower cpu_bytes_to_use or raise the container's memory limit"
+                "lower cpu_bytes_to_use or raise the container's memory limit",
             )
     if backing == "shm":
         _check_shm(need, root / "dev/shm")
@@ -73,10 +106,11 @@ def _check_shm(need: int, shm: Path) -> None:
         ) from error
     available = status.f_bavail * status.f_frsize
     if need > available:
-        raise RegionError(
+        raise Shortage(
+            available,
             f"the CPU pool needs {size(need)}, but {shm} has {size(available)} free; use "
             "region_backing 'memfd', raise its size (docker --shm-size), or lower "
-            "cpu_bytes_to_use"
+            "cpu_bytes_to_use",
         )
 
 
@@ -111,9 +145,10 @@ def _check_hugetlb(need: int, huge_bytes: int, root: Path) -> None:
         if default
         else f"echo {wanted} > {pool / 'nr_hugepages'}"
     )
-    raise RegionError(
+    raise Shortage(
+        free * huge_bytes,
         f"huge_pages: the CPU pool needs {pages} pages of {kib} KiB, but {free} are free in "
-        f"the pool; {command}, or lower cpu_bytes_to_use, or use 'auto'"
+        f"the pool; {command}, or lower cpu_bytes_to_use, or use 'auto'",
     )
 
 

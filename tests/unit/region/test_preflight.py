@@ -173,6 +173,25 @@ def test_locked_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.locked_memory_note(GIB) == ""
 
 
+def test_memory_of_a_dying_engine_is_waited_for() -> None:
+    """As long as it comes back, and no longer."""
+    available = iter([10, 40, 70, 100])
+    slept: list[float] = []
+
+    def check() -> None:
+        now = next(available)
+        if now < 100:
+            raise preflight.Shortage(now, f"{now} of 100")
+
+    preflight.check_while_growing(check, 100, slept.append)
+    assert len(slept) == 3
+
+    available = iter([10, 40, 40, 40])
+    with pytest.raises(RegionError, match="40 of 100"):
+        preflight.check_while_growing(check, 100, slept.append)
+    assert len(slept) == 5
+
+
 def test_this_host_can_be_read() -> None:
     preflight.check(1, "memfd")
     with pytest.raises(RegionError, match="free memory"):

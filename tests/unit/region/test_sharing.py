@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.region_process import RegionProcess, fill, holdings, rows, wrong_slots
 from tests.unit.region.conftest import ROW, SLOT, together
-from vllm_tiered_offload.region import opening
+from vllm_tiered_offload.region import opening, pinning
 from vllm_tiered_offload.region.shared_region import (
     RegionError,
     RegionSettings,
@@ -276,6 +277,40 @@ def test_a_barrier_that_fails_releases_the_region(engine: dict[str, Any]) -> Non
     with pytest.raises(TimeoutError):
         SharedOffloadRegion(rank=0, barrier=fail, **(engine | {"world_size": 1}))
     assert holdings() == []
+
+
+def test_on_several_numa_nodes_each_worker_takes_its_own_slots(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(opening.numa, "node_count", lambda: 2)
+    monkeypatch.setattr(
+        opening.prefault.Populate, "__call__", lambda _, *piece: taken.append(piece)
+    )
+    monkeypatch.setattr(opening, "WORKER_PATIENCE", 0.01)
+    sizes = {"kv_bytes_per_chunk": 4 * ROW, "cpu_page_size": ROW, "num_chunks": 3}
+    settings = RegionSettings(huge_pages="off")
+    region = SharedOffloadRegion(rank=2, **(engine | sizes | {"settings": settings}))
+    assert sorted(taken) == [((4 * row + 2) * ROW, ROW) for row in range(3)]
+    region.cleanup()
+
+
+def test_unpinning_without_vllms_own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.30 and 0.31 have none; a failure is no reason to keep the memory."""
+    torch = pytest.importorskip("torch")
+    calls: list[int] = []
+
+    class Runtime:
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(address)
+            if address == 2:
+                raise RuntimeError("driver is shutting down")
+            return 1
+
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.cpu.host_register", None)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    pinning.unregister([1, 2, 3])
+    assert calls == [3, 2, 1]
 
 
 def test_the_creators_check_comes_before_the_memory(engine: dict[str, Any]) -> None:
