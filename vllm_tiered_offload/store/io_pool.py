@@ -40,7 +40,7 @@ class Piece:
         self.job = job
         self.keys = keys
         self.payloads = payloads
-        self.checksums = checksums
+        self.checksums = checksums  # of a store: once they are computed
         self.places = places  # where the chunks of a copy were
         self.bytes = sum(map(len, payloads))
         self.done = threading.Event()  # a copy was written or was not to be
@@ -131,14 +131,26 @@ class IoPool:
                 self._changed.wait_for(lambda: not self._loads, PATIENCE_WITH_LOADS)
             if self._copies:
                 return [self._copies.popleft()]
-            batch: list[Piece] = []
-            while self._stores and self._stores[0].bytes <= most_bytes - sum(
-                piece.bytes for piece in batch
-            ):
-                batch.append(self._stores.popleft())
-            if not batch and self._stores:
-                batch.append(self._stores.popleft())
+            batch = self._next_batch(most_bytes)
             return None if self._stopping and not batch else batch
+
+    def take_copy(self) -> Piece | None:
+        """A copy, if one waits."""
+        with self._changed:
+            return self._copies.popleft() if self._copies else None
+
+    def take_ahead(self, most_bytes: int) -> list[Piece]:
+        """The batch after the one in hand, if it waits already: stores only, for a copy must
+        stay where it can be withdrawn."""
+        with self._changed:
+            return self._next_batch(most_bytes)
+
+    def _next_batch(self, most_bytes: int) -> list[Piece]:
+        batch: list[Piece] = []
+        while self._stores and (not batch or self._stores[0].bytes <= most_bytes):
+            batch.append(self._stores.popleft())
+            most_bytes -= batch[-1].bytes
+        return batch
 
     def finished(self, piece: Piece) -> None:
         """The rows of a store are free again."""

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from vllm_tiered_offload.store import format as fmt
@@ -30,12 +31,25 @@ class _Chunk:
     piece: Piece
     key: bytes
     payload: memoryview
+    checksum: int
+
+
+def sign(pieces: list[Piece], fingerprint: str) -> None:
+    """Computes the checksums of those that have none yet."""
+    for piece in pieces:
+        if len(piece.checksums) < len(piece.keys):
+            piece.checksums = [
+                fmt.digest(payload, fmt.payload_seed(fingerprint, key))
+                for key, payload in zip(piece.keys, piece.payloads, strict=True)
+            ]
 
 
 class Writer:
     """One writer thread of one root.
 
-    ``free_one`` is asked for a slot when there is none; True if it made one.
+    While it writes, two helpers sign the next batch and seal the segment before: the disk
+    need not wait for either. ``free_one`` is asked for a slot when there is none; True if it
+    made one.
     """
 
     def __init__(
@@ -46,6 +60,9 @@ class Writer:
         self._new_segment = new_segment
         self._log: SegmentLog | None = None
         self.turn = threading.Lock()  # held while the thread works on its segment
+        self._helpers = ThreadPoolExecutor(2, "vto-helper")
+        self._ahead: tuple[list[Piece], Future[None]] | None = None
+        self._sealing: Future[None] | None = None
 
     def room(self) -> int:
         """Chunks the open segment can still take; a guess from any other thread."""
@@ -54,18 +71,32 @@ class Writer:
 
     def loop(self) -> None:
         """The thread: until the pool stops and its queue is empty."""
-        parts = self._parts
-        settings = parts.settings
-        while True:
-            batch = parts.pool.take_stores(settings.io_bytes, settings.refresh_interval)
-            if batch is None:
-                break
+        while (batch := self._take()) is not None:
             try:
                 with self.turn:
                     self._serve(batch)
             except Exception:  # the thread must outlive anything: jobs wait for it
-                logger.exception("writer of %s", parts.root.path)
+                logger.exception("writer of %s", self._parts.root.path)
         self.close_log()
+        self._helpers.shutdown()
+
+    def _take(self) -> list[Piece] | None:
+        """What to do next: a copy, while there is room for it; else the next batch."""
+        pool, settings = self._parts.pool, self._parts.settings
+        if (copy := pool.take_copy()) is not None:
+            return [copy]
+        if self._ahead is not None:
+            (batch, signed), self._ahead = self._ahead, None
+            wait([signed])
+            return batch
+        return pool.take_stores(settings.io_bytes, settings.refresh_interval)
+
+    def _look_ahead(self) -> None:
+        if self._ahead is None:
+            batch = self._parts.pool.take_ahead(self._parts.settings.io_bytes)
+            if batch:
+                name = self._parts.namespace.fingerprint
+                self._ahead = (batch, self._helpers.submit(sign, batch, name))
 
     def _serve(self, batch: list[Piece]) -> None:
         if not batch:
@@ -78,14 +109,26 @@ class Writer:
     def close_log(self) -> None:
         """Seals the open segment if there is one. Only while the thread is idle or ended."""
         log, self._log = self._log, None
+        if self._sealing is not None:
+            wait([self._sealing])
         if log is not None:
             self._guard("seal", log.seal)
 
+    def _close_full_log(self) -> None:
+        """As ``close_log``, beside the writes to the next segment."""
+        log, self._log = self._log, None
+        if self._sealing is not None:
+            wait([self._sealing])  # a disk that seals slower than it fills sets the pace
+        if log is not None:
+            self._sealing = self._helpers.submit(self._guard, "seal", log.seal)
+
     def _write(self, pieces: list[Piece]) -> None:
+        sign(pieces, self._parts.namespace.fingerprint)
+        self._look_ahead()
         chunks = [
-            _Chunk(piece, key, payload)
+            _Chunk(piece, *chunk)
             for piece in pieces
-            for key, payload in zip(piece.keys, piece.payloads, strict=True)
+            for chunk in zip(piece.keys, piece.payloads, piece.checksums, strict=True)
         ]
         done = 0
         try:
@@ -124,11 +167,7 @@ class Writer:
         parts = self._parts
         keys = [chunk.key for chunk in batch]
         payloads = [chunk.payload for chunk in batch]
-        fingerprint = log.segment.header.fingerprint
-        checksums = [
-            fmt.digest(payload, fmt.payload_seed(fingerprint, key))
-            for key, payload in zip(keys, payloads, strict=True)
-        ]
+        checksums = [chunk.checksum for chunk in batch]
         offsets = self._write_extent(log, keys, payloads, checksums)
         parts.index.add(log.segment, keys, offsets, checksums)
         with parts.policy_lock:
@@ -180,7 +219,7 @@ class Writer:
             log.close()
         elif log is not None and log.room() > 0:
             return log
-        self.close_log()
+        self._close_full_log()
         new = self._create()
         segment = Segment(self._parts.number, new.path, new.header, State.OWN)
         self._parts.index.register(segment)
@@ -215,9 +254,9 @@ class Writer:
         except OSError as error:
             self._count_error(error)
             logger.debug("%s in %s: %s", what, self._parts.root.path, explain(error))
-            self._log, log = None, self._log
-            if log is not None:
-                log.close()
+            if what == "mark" and self._log is not None:
+                self._log.close()
+                self._log = None
 
     def _count_error(self, error: OSError) -> None:
         self._parts.counters.add(write_errors=1)
