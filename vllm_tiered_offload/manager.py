@@ -113,10 +113,10 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         self, tier_idx: int, key: OffloadKey, req_context: ReqContext
     ) -> bool:
         """Queue a chunk; the rows are taken once per request at the step's end."""
-        if self._fence or self._asking is None:
+        admission = self._asking
+        if self._fence or admission is None:
             return False
-        free = free_chunks(self.primary_tier)
-        verdict = self._room.ask(self._asking, key, tier_idx, free)
+        verdict = self._room.ask(admission, key, tier_idx, free_chunks(self.primary_tier))
         if verdict is Verdict.FULL:
             self._metrics.on_promotion_allocation_failure()
         self._told_to_wait = verdict is Verdict.WAIT
@@ -269,11 +269,11 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         blocks were computed before, and the scheduler offers them again."""
         if self._shut:
             return
-        copies_may_land = len(self._transfers) > 0
+        if len(self._transfers):  # copies may still land in rows that are free now
+            self._fence = _FENCE_STEPS
         super().reset_cache()
         self._book.reset()
         self._transfers.clear()
-        self._fence = _FENCE_STEPS if copies_may_land else 0
 
     def on_reset_flushed(self) -> None:
         self._fence = 0
@@ -295,6 +295,8 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         if self._shut:
             return
         self._shut = True
-        self._book.close()
-        self._asking = None
-        super().shutdown()
+        try:
+            super().shutdown()  # 0.33: ends the thread that may be looking keys up
+        finally:
+            self._book.close()
+            self._asking = None

@@ -137,6 +137,17 @@ def test_late_copies_are_fenced_until_a_later_transfer_has_ended() -> None:
     assert ours.run(prompt) == 6
 
 
+def test_a_second_reset_does_not_lift_the_fence_of_the_first() -> None:
+    ours = bench()
+    old = ours.request("old", keys := chain(1, 4))
+    ours.manager.prepare_store(keys, old.context)
+    reset(ours, flushed=False)
+    reset(ours, flushed=False)
+    ours.stored(more := chain(2, 6))
+    prompt = ours.request("r", more)
+    assert ours.manager.lookup(more[0], prompt.context) is LookupResult.MISS
+
+
 def test_without_copies_in_flight_there_is_no_fence() -> None:
     ours = bench()
     ours.request("old", chain(1, 4))
