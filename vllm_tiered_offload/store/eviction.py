@@ -6,12 +6,10 @@ per-chunk LRU when the right chunks are copied out of a segment before it goes:
 
 - A copy lives one more residency (the time a segment stays: one capacity of writes), so a
   chunk hit early in its residency would stay far longer than LRU keeps it, and one hit late
-  far shorter. Copying only what was hit in the *younger half* is LRU rounded to the nearest
-  residency, at half the writes of a plain second chance.
+  far shorter. Copying what was hit in the younger half would be LRU rounded to the nearest
+  residency; five eighths, because what was hit has a better future than what was not.
 - A chunk hit in two separate periods has a better future than its last hit tells: it is
   copied whenever it was hit. A copy halves the count.
-- A chunk stored again soon after its eviction (its key is remembered as a ghost) starts with
-  a count of one.
 
 This is the decision alone: no I/O, no clock but the count of chunks written, no threads. One
 instance serves one root in one process; the caller holds its own lock around every call.
@@ -25,16 +23,15 @@ import numpy as np
 # periods, so the number of a period comes back only when its chunks are long gone.
 _ONE_HIT, _TWO_HITS, _MOST_HITS, _PERIOD = 0x20, 0x40, 0xE0, 0x1F
 _PERIODS_PER_RESIDENCY = 8
-_YOUNG_PERIODS = _PERIODS_PER_RESIDENCY // 2
+_YOUNG_PERIODS = 5
 
-# Larger roots share the tables of one this size (50 MB): they forget a little sooner.
-_LARGEST_TABLES = 1 << 22  # chunks
+_LARGEST_TABLE = 1 << 22  # chunks; the marks of a larger root share it (34 MB)
 
 
 class SecondChance:
-    """Hit marks and ghosts of one root, in two tables of fixed size.
+    """Hit marks of one root, in a table of fixed size.
 
-    Only chunks that were hit have a mark. The tables take at most 8 + 4 bytes per chunk of
+    Only chunks that were hit have a mark. The table takes at most 8 bytes per chunk of
     capacity, however many keys pass through. What does not fit is forgotten, which costs a hit
     or a needless copy now and then, never an error.
 
@@ -65,8 +62,7 @@ class SecondChance:
         self.copies_per_store = copies_per_store
         self._allowance = 0.0  # chunks that may be moved
         self._digest = digest
-        self._marks = _Marks(min(capacity_chunks, _LARGEST_TABLES))
-        self._ghosts = _Ghosts(min(capacity_chunks, _LARGEST_TABLES))
+        self._marks = _Marks(min(capacity_chunks, _LARGEST_TABLE))
         self._written = 0
         self._period = 0
 
@@ -84,13 +80,6 @@ class SecondChance:
         self._advance()
         saved = self._allowance + self.copies_per_store
         self._allowance = min(saved, self.capacity_chunks / 4)
-        digest = self._digest(key)
-        if self._ghosts.take(digest):
-            self._marks.put(digest, _ONE_HIT | self._period)
-
-    def on_removed(self, key: bytes) -> None:
-        """The chunk is gone for another reason than age (corrupt, deleted by others)."""
-        self._marks.discard(self._digest(key))
 
     def choose_copies(self, victim_keys: Sequence[bytes], room_chunks: int) -> list[bytes]:
         """The chunks worth moving out of a segment that is about to go, in the order given.
@@ -117,11 +106,9 @@ class SecondChance:
                 self._marks.put(digest, (mark >> 1) & _MOST_HITS | mark & _PERIOD)
 
     def on_evicted(self, keys: Iterable[bytes]) -> None:
-        """The chunks went with their segment; they are ghosts from now on."""
+        """The chunks went with their segment, or were lost."""
         for key in keys:
-            digest = self._digest(key)
-            self._marks.discard(digest)
-            self._ghosts.add(digest)
+            self._marks.discard(self._digest(key))
 
     def _is_worth_a_copy(self, key: bytes) -> bool:
         mark = self._marks.get(self._digest(key))
@@ -146,7 +133,8 @@ class _Marks:
 
     def __init__(self, capacity: int) -> None:
         self._homes = 2 * capacity
-        self._cells = _zeroed_cells(self._homes + self._PROBES)
+        # Zeros that take no memory until they are written; a memoryview is quick cell by cell.
+        self._cells = np.zeros(self._homes + self._PROBES, np.uint32).data
 
     def get(self, digest: int) -> int:
         """The byte, 0 if there is none."""
@@ -176,33 +164,3 @@ class _Marks:
             if self._cells[cell] & self._TAG == tag:
                 return cell
         return None
-
-
-class _Ghosts:
-    """A set of digests in 4 bytes per chunk of capacity.
-
-    Every digest has one cell and overwrites what is there: old ghosts fade at random, which
-    bounds the set without a queue.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._cells = _zeroed_cells(capacity)
-
-    def add(self, digest: int) -> None:
-        self._cells[digest % len(self._cells)] = self._tag(digest)
-
-    def take(self, digest: int) -> bool:
-        """Remove the digest; says whether it was there."""
-        cell = digest % len(self._cells)
-        found = self._cells[cell] == self._tag(digest)
-        if found:
-            self._cells[cell] = 0
-        return found
-
-    def _tag(self, digest: int) -> int:
-        return (digest >> 32 & 0xFFFFFFFF) or 1  # 0 is the empty cell
-
-
-def _zeroed_cells(count: int) -> memoryview:
-    """32-bit cells that take no memory until they are written, and are quick one by one."""
-    return np.zeros(count, np.uint32).data

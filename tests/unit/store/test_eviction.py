@@ -46,7 +46,7 @@ def test_a_chunk_never_hit_is_not_copied() -> None:
     assert survivors(policy, [A]) == []
 
 
-def test_a_chunk_hit_in_the_younger_half_of_its_residency_is_copied() -> None:
+def test_a_chunk_hit_late_in_its_residency_is_copied() -> None:
     policy = make_policy()
     policy.on_store(A)
     write_others(policy, 5 * PERIOD)
@@ -104,42 +104,12 @@ def test_copies_halve_the_count() -> None:
     assert rounds == 2  # 4 hits, then 2, then 1, which is old by then
 
 
-def test_a_chunk_that_returns_soon_after_its_eviction_needs_one_hit_at_any_time() -> None:
-    policy = make_policy()
-    policy.on_evicted([A])
-    for key in (A, B):
-        policy.on_store(key)
-    write_others(policy, PERIOD)
-    policy.on_hit(A)
-    policy.on_hit(B)
-    write_others(policy, 6 * PERIOD)
-    assert survivors(policy, [A, B]) == [A]
-
-
 def test_an_evicted_chunk_leaves_no_mark() -> None:
     policy = make_policy()
     policy.on_store(A)
     policy.on_hit(A)
     policy.on_evicted([A])
     assert survivors(policy, [A]) == []
-
-
-def test_a_removed_chunk_leaves_neither_mark_nor_ghost() -> None:
-    policy = make_policy()
-    policy.on_store(A)
-    policy.on_hit(A)
-    policy.on_removed(A)
-    policy.on_store(A)
-    assert survivors(policy, [A]) == []
-
-
-def test_old_ghosts_fade() -> None:
-    policy = make_policy()
-    policy.on_evicted([key_of(number) for number in range(1000)])
-    policy.on_evicted([key_of(number) for number in range(10_000, 20_000)])
-    for number in range(1000):
-        policy.on_store(key_of(number))
-    assert survivors(policy, [key_of(number) for number in range(1000)]) == []
 
 
 @pytest.mark.parametrize(
@@ -172,7 +142,7 @@ def test_copies_spend_what_stores_have_saved_up() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("hsrmeL"), st.integers(0, 30)), max_size=200),
+    st.lists(st.tuples(st.sampled_from("hsmeL"), st.integers(0, 30)), max_size=200),
     st.integers(1, 40),
     st.floats(0, 2),
     st.integers(0, 40),
@@ -190,7 +160,6 @@ def test_any_sequence_of_calls_gives_an_ordered_bounded_choice(
             {
                 "h": policy.on_hit,
                 "s": policy.on_store,
-                "r": policy.on_removed,
                 "m": lambda key: policy.on_moved([key]),
                 "e": lambda key: policy.on_evicted([key]),
             }[name](key)
@@ -213,7 +182,7 @@ def test_memory_does_not_grow_with_the_keys_that_pass() -> None:
         at_end, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert at_start < 1000 * 12 + 4096
+    assert at_start < 1000 * 8 + 4096
     assert at_end - at_start < 4096
 
 
