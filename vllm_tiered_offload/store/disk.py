@@ -91,7 +91,11 @@ class Disk:
         ]
         self.recovered_chunks, self.recovery_seconds = 0, 0.0
         self._free_bytes, self._free_inodes = 0, 0
-        self._recover()
+        try:
+            self._recover()
+        except BaseException:
+            self._leave_namespace()
+            raise
         self._start()
 
     @property

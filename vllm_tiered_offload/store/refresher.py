@@ -116,7 +116,7 @@ class Refresher:
             files = {}
         present = set(files.values())
         for segment in known:
-            if segment.path not in present:
+            if segment.path not in present and not self._exists(segment.path):
                 self._parts.lose(segment)
         self._parts.catalogue.leftovers.intersection_update(present)
         self._parts.catalogue.strangers.intersection_update(present)
@@ -128,6 +128,14 @@ class Refresher:
             self._compare(path)
             if number % _YIELD_AFTER == 0:
                 time.sleep(0)
+
+    def _exists(self, path: str) -> bool:
+        """A network file system may list yesterday's directory; asked for a name it looks."""
+        try:
+            self._parts.syscalls.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _directory_time(self) -> int:
         try:

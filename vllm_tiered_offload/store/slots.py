@@ -14,6 +14,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_tiered_offload.store import faults, locks
@@ -81,25 +82,27 @@ class Slots:
     def create(self, namespace: Namespace, chunk_bytes: int) -> NewSegment:
         """Takes a slot. Raises NoRoomError, or OSError for what is not about room."""
         with self._root.lock.hold() as lock_fd:
-            slot = self._free_slot()
             if not self.has_free_space():
                 raise NoRoomError("min_free_bytes")
-            try:
-                return self._create(slot, self._next_sequence(lock_fd), namespace, chunk_bytes)
-            except OSError as error:
-                if error.errno in NO_SPACE:
-                    raise NoRoomError(errno_name(error)) from error
-                raise
-
-    def _free_slot(self) -> int:
-        used = self.list()
-        for slot in range(self._root.slots):
-            if slot not in used:
-                return slot
-        for slot, path in used.items():
-            if slot < self._root.slots and self.remove_leftover(path):
-                return slot
+            for slot in self._free_slots():
+                try:
+                    sequence = self._next_sequence(lock_fd)
+                    return self._create(slot, sequence, namespace, chunk_bytes)
+                except FileExistsError:
+                    continue  # another host's file that the listing did not show yet
+                except OSError as error:
+                    if error.errno in NO_SPACE:
+                        raise NoRoomError(errno_name(error)) from error
+                    raise
         raise NoRoomError("all slots are in use")
+
+    def _free_slots(self) -> Iterator[int]:
+        used = self.list()
+        limit = self._root.slots
+        yield from (slot for slot in range(limit) if slot not in used)
+        for slot, path in used.items():
+            if slot < limit and self.remove_leftover(path):
+                yield slot
 
     def _create(
         self, slot: int, sequence: int, namespace: Namespace, chunk_bytes: int

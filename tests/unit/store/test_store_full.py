@@ -189,6 +189,35 @@ def test_foreign_files_take_from_the_bound(root: Path) -> None:
     assert (root / "notes").stat().st_size == 8 * MIB
 
 
+def test_a_slot_that_the_listing_does_not_show_is_passed_over(root: Path) -> None:
+    """A network file system may list yesterday's directory; O_EXCL knows better."""
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(60))
+        before = {path: path.read_bytes() for path in segments(root)}
+        slots = engine.store._disks[0].parts.slots
+        listed = slots.list
+        slots.list = dict  # type: ignore[method-assign]
+        engine.put(keys(60, 100))
+        slots.list = listed  # type: ignore[method-assign]
+        assert engine.held(keys(60, 100)) == keys(60, 100)
+        assert engine.get(keys(60, 100)) == keys(60, 100)
+        for path, data in before.items():
+            assert path.read_bytes()[:4096] == data[:4096]
+
+
+def test_several_writers_on_one_root(root: Path) -> None:
+    with Engine(root, write_threads=3, io_bytes=64 * KIB, **SMALL) as engine:
+        for start in range(0, 3000, 60):
+            engine.put(keys(60, start))
+            assert disk_usage(root) <= 16 * MIB
+        held = engine.held(keys(3000))
+        assert len(held) > 300
+        assert engine.get(held) == held
+        assert engine.store.stats().dropped_chunks == {}
+    with Engine(root, write_threads=3, **SMALL) as engine:
+        assert engine.get(engine.held(keys(3000)))
+
+
 def test_one_failing_disk_degrades_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
