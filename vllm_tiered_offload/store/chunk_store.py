@@ -29,7 +29,7 @@ from vllm_tiered_offload.store.disk import Disk
 from vllm_tiered_offload.store.index import RECORD_BITS, Index
 from vllm_tiered_offload.store.io_pool import Piece
 from vllm_tiered_offload.store.jobs import Job, JobTable
-from vllm_tiered_offload.store.runs import SMALLEST_SHARE, cut_runs
+from vllm_tiered_offload.store.runs import SMALLEST_SHARE, Run, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import Syscalls
 
@@ -278,7 +278,8 @@ class ChunkStore:
         self, job: Job, segment: Segment, placed: Sequence[Placed], most_bytes: int
     ) -> None:
         disk = self._disks[segment.root]
-        for run in cut_runs(job, segment, placed, most_bytes):
+        for chunks in cut(segment, placed, most_bytes):
+            run = Run(job, segment, chunks)
             if not disk.parts.pool.put_load(run):
                 disk.reader.cancel(run)
 
@@ -294,6 +295,8 @@ class ChunkStore:
         return segment is None or self._disks[segment.root].unavailable
 
     def _chunks_of(self, disk: Disk) -> int:
+        if len(self._disks) == 1:
+            return len(self._index)
         return sum(len(segment.keys) for segment in disk.parts.catalogue.all())
 
     def _drain_hits(self) -> None:

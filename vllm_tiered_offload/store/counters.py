@@ -11,7 +11,7 @@ write_ns, read_ns     time inside the calls, nanoseconds
 copied_chunks         moved to a younger segment before theirs was evicted
 evicted_chunks        left the index with their segment; evicted_segments
 dropped.REASON        chunks not stored on purpose: full, paused, queue, stalled,
-                      read_mode, too_large, shutdown
+                      read_mode, shutdown; error: not on purpose
 failed.REASON         chunks looked for and not served: corrupt, deleted, io_error,
                       unknown (never held, or gone before the load)
 write_errors          extents that were not written

@@ -84,7 +84,7 @@ class Disk:
         self._namespace_lock: int | None = None
         self._refresher = Refresher(self.parts)
         self.reader = Reader(self.parts)
-        self._reclaimer = Reclaimer(self.parts, self._room)
+        self._reclaimer = Reclaimer(self.parts, self.reader.fetch, self._room)
         self._writers = [
             Writer(self.parts, self._reclaimer.free_one, self._reclaimer.wake)
             for _ in range(settings.write_threads if self.writable else 0)

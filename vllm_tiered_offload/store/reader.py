@@ -45,16 +45,9 @@ class Reader:
     def run(self, run: Run) -> None:
         """Reads, verifies and reports; raises nothing."""
         segment, chunks = run.segment, run.chunks
-        try:
-            good, problems = self._load(segment, chunks)
-        except Exception as error:
-            good, problems = [], [(chunk, "io_error", repr(error)) for chunk in chunks]
-        for chunk, reason, _ in problems:
-            self._parts.counters.count(f"failed.{reason}")
-            self._parts.index.discard(segment, chunk.record)
+        good, problems = self.fetch(segment, chunks)
         with self._parts.index.lock:
             segment.loads -= len(chunks)
-        self._note_health(bool(good), any(reason == "io_error" for _, reason, _ in problems))
         size = len(good) * segment.header.chunk_bytes
         self._parts.counters.add(loaded_chunks=len(good), loaded_bytes=size)
         if good:
@@ -67,6 +60,20 @@ class Reader:
         with self._parts.index.lock:
             run.segment.loads -= len(run.chunks)
         self._parts.jobs.fail(run.job, len(run.chunks), "the store is shutting down")
+
+    def fetch(
+        self, segment: Segment, chunks: list[Wanted]
+    ) -> tuple[list[Wanted], list[Problem]]:
+        """One call: what arrived with the right checksum, and what did not and is forgotten."""
+        try:
+            good, problems = self._load(segment, chunks)
+        except Exception as error:
+            good, problems = [], [(chunk, "io_error", repr(error)) for chunk in chunks]
+        for chunk, reason, _ in problems:
+            self._parts.counters.count(f"failed.{reason}")
+            self._parts.index.discard(segment, chunk.record)
+        self._note_health(bool(good), any(reason == "io_error" for _, reason, _ in problems))
+        return good, problems
 
     def _note_health(self, worked: bool, failed: bool) -> None:
         if worked or not failed:

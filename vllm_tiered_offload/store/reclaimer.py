@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from vllm_tiered_offload.store import faults, locks
-from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.direct_io import IOV_MAX, page_aligned
 from vllm_tiered_offload.store.index import RECORD_BITS
 from vllm_tiered_offload.store.io_pool import Piece
 from vllm_tiered_offload.store.namespaces import is_alive
 from vllm_tiered_offload.store.parts import Parts
+from vllm_tiered_offload.store.reader import Problem
+from vllm_tiered_offload.store.runs import Wanted, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.slots import Removal
 from vllm_tiered_offload.store.syscalls import explain
@@ -30,16 +30,19 @@ HIT_GRACE = 1.0  # seconds a look-up's HIT keeps a segment: its load is on the w
 NEAR_EVICTION, LEAST_NEAR_EVICTION = 16, 2
 COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
 
+Fetch = Callable[[Segment, list[Wanted]], tuple[list[Wanted], list[Problem]]]
+
 
 class Reclaimer:
     """Frees slots of one root, in its own thread or in a writer that found none."""
 
-    def __init__(self, parts: Parts, room: Callable[[], int]) -> None:
+    def __init__(self, parts: Parts, fetch: Fetch, room: Callable[[], int]) -> None:
         self._parts = parts
+        self._fetch = fetch  # the reader's
         self._room = room  # chunks that fit into the open segments
         self.turn = threading.Lock()  # one victim at a time in this process
         self._wake = threading.Event()
-        self._starving = 0  # writers that wait for a slot
+        self._starving: set[int] = set()  # writers that wait for a slot
         self._scratch: memoryview | None = None
 
     def wake(self) -> None:
@@ -85,27 +88,29 @@ class Reclaimer:
 
     def free_one(self) -> bool:
         """Called by a writer without a slot: evicts one segment at once, copying nothing."""
-        self._starving += 1
+        me = threading.get_ident()
+        self._starving.add(me)
         try:
             with self.turn:
                 return self._evict_one(copy=False)
         finally:
-            self._starving -= 1
+            self._starving.discard(me)
 
-    def trim(self) -> int:
-        """Removes what lies at or above slot N, and what holds nothing. Returns how many."""
-        parts, removed = self._parts, 0
-        with parts.root.lock.hold():
-            limit = parts.root.slots
-            for path in list(parts.catalogue.leftovers):
-                if parts.slots.remove(path, 0) is Removal.DONE:
-                    parts.counters.add(removed_leftovers=1)
-                    removed += 1
-                parts.catalogue.leftovers.discard(path)
-            for segment in parts.catalogue.closed():
-                if segment.header.slot >= limit:
-                    removed += self._take_claim(segment)
-        return removed
+    def trim(self) -> None:
+        """Removes what lies at or above slot N, and what holds nothing."""
+        parts = self._parts
+        for path in list(parts.catalogue.leftovers):
+            with parts.root.lock.hold():
+                removal = parts.slots.remove(path, 0)
+            parts.catalogue.leftovers.discard(path)
+            if removal is Removal.DONE:
+                parts.counters.add(removed_leftovers=1)
+            elif removal is Removal.REFUSED:
+                parts.catalogue.strangers.add(path)  # it keeps its slot; not tried again
+        limit = parts.root.slots
+        for segment in parts.catalogue.closed():
+            if segment.header.slot >= limit and not segment.undeletable:
+                self._evict(segment)
 
     def _has_excess(self) -> bool:
         """Whether there is something that ``trim`` would remove."""
@@ -145,22 +150,22 @@ class Reclaimer:
             faults.point("reclaimer.victim_chosen")
             if copy:
                 self._copy_hot(segment)
-            with self._parts.root.lock.hold():
-                claim = self._claim(segment)
-            if claim is not None and self._finish(segment, claim):
+            if self._evict(segment):
                 return True
         return False
 
-    def _take_claim(self, segment: Segment) -> int:
-        claim = self._claim(segment)
-        return int(claim is not None and self._finish(segment, claim))
+    def _evict(self, segment: Segment) -> bool:
+        """Removes this segment, if it lets itself be removed."""
+        with self._parts.root.lock.hold():
+            claim = self._claim(segment)
+        return claim is not None and self._finish(segment, claim)
 
     def _claim(self, segment: Segment) -> int | None:
         """The victim's locked descriptor, once nothing here reads it. Under the root lock."""
         parts = self._parts
         claim = parts.slots.claim(segment.path, segment.sequence)
         if claim is Removal.CHANGED:
-            parts.forget(segment)
+            parts.lose(segment)
         if claim is Removal.REFUSED:
             self._give_up(segment)
         if isinstance(claim, Removal):
@@ -220,16 +225,15 @@ class Reclaimer:
     def _copy(self, victim: Segment, records: list[int]) -> bool:
         """Reads, verifies and hands a batch to a writer. False when it is no use to go on."""
         parts = self._parts
-        payloads = self._read(victim, records)
-        good = [(r, p) for r, p in zip(records, payloads, strict=True) if p is not None]
+        good = self._read(victim, records)
         if not good:
             return True
         piece = Piece(
             None,
-            [victim.keys[record] for record, _ in good],
-            [payload for _, payload in good],
-            [victim.checksums[record] for record, _ in good],
-            [victim.ordinal << RECORD_BITS | record for record, _ in good],
+            [chunk.key for chunk in good],
+            [chunk.payload for chunk in good],
+            [victim.checksums[chunk.record] for chunk in good],
+            [victim.ordinal << RECORD_BITS | chunk.record for chunk in good],
         )
         faults.point("reclaimer.before_copy")
         parts.pool.put_copy(piece)
@@ -240,28 +244,19 @@ class Reclaimer:
         faults.point("reclaimer.after_copy")
         return True
 
-    def _read(self, victim: Segment, records: list[int]) -> list[memoryview | None]:
-        """Payloads that have the checksum they were stored with; None for the others."""
-        parts, stride = self._parts, victim.stride
+    def _read(self, victim: Segment, records: list[int]) -> list[Wanted]:
+        """The chunks that have the checksum they were stored with, in the scratch buffer."""
+        size, most = victim.header.chunk_bytes, self._parts.settings.io_bytes
         if self._scratch is None:
-            self._scratch = page_aligned(self._chunks_per_copy() * stride)
-        payloads: list[memoryview | None] = []
-        for place, record in enumerate(records):
-            row = self._scratch[place * stride : (place + 1) * stride]
-            payload = row[: victim.header.chunk_bytes]
-            began = time.monotonic_ns()
-            try:
-                with parts.watch.operation(), parts.descriptors.use(victim) as fd:
-                    count = parts.io.read(fd, [row], victim.offsets[record])
-            except OSError:
-                count = 0
-            parts.counters.add(read_bytes=count, read_ns=time.monotonic_ns() - began)
-            seed = fmt.payload_seed(victim.header.fingerprint, victim.keys[record])
-            right = count == stride and fmt.digest(payload, seed) == victim.checksums[record]
-            if not right:
-                parts.index.discard(victim, record)
-            payloads.append(payload if right else None)
-        return payloads
+            self._scratch = page_aligned(self._chunks_per_copy() * size)
+        placed = [
+            (record, victim.keys[record], self._scratch[n * size : (n + 1) * size])
+            for n, record in enumerate(records)
+        ]
+        good: list[Wanted] = []
+        for chunks in cut(victim, placed, most):
+            good += self._fetch(victim, chunks)[0]
+        return good
 
 
 def _batches(records: list[int], size: int) -> Iterator[list[int]]:

@@ -285,10 +285,11 @@ class Refresher:
         enter(segment, keys, records["offset"], records["checksum"])
 
     def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
-        if kind in (Kind.EMPTY, Kind.DAMAGED):
-            self._parts.catalogue.leftovers.add(path)
+        catalogue = self._parts.catalogue
+        if kind in (Kind.EMPTY, Kind.DAMAGED) and path not in catalogue.strangers:
+            catalogue.leftovers.add(path)
         else:
-            self._parts.catalogue.strangers.add(path)
+            catalogue.strangers.add(path)
         if kind is Kind.NEWER:
             self._report(path, identity, "newer", "written by a newer version; left alone")
         elif kind is Kind.DAMAGED:

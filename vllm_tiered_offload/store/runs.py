@@ -34,24 +34,21 @@ class Run:
     chunks: list[Wanted]
 
 
-def cut_runs(
-    job: Job,
-    segment: Segment,
-    places: Sequence[tuple[int, bytes, memoryview]],
-    most_bytes: int,
-) -> list[Run]:
+def cut(
+    segment: Segment, places: Sequence[tuple[int, bytes, memoryview]], most_bytes: int
+) -> list[list[Wanted]]:
     """Cuts chunks of one segment, sorted by place, into calls of up to ``most_bytes``."""
-    runs: list[Run] = []
+    calls: list[list[Wanted]] = []
     stride, end, start = segment.stride, -1, 0
     chunks: list[Wanted] = []
     for place, key, payload in places:
         record = place & RECORD_MASK
         offset = segment.offsets[record]
         full = offset + stride - start > most_bytes or len(chunks) >= IOV_MAX - 1
-        if not 0 <= offset - end <= LARGEST_GAP or full or not chunks:
+        if not chunks or full or not 0 <= offset - end <= LARGEST_GAP:
             chunks = []
-            runs.append(Run(job, segment, chunks))
+            calls.append(chunks)
             start = offset
         chunks.append(Wanted(key, record, offset, payload))
         end = offset + stride
-    return runs
+    return calls

@@ -31,7 +31,7 @@ class _Chunk:
     piece: Piece
     key: bytes
     payload: memoryview
-    checksum: int
+    number: int  # within the piece
 
 
 def sign(pieces: list[Piece], fingerprint: str) -> None:
@@ -123,15 +123,15 @@ class Writer:
             self._sealing = self._helpers.submit(self._guard, "seal", log.seal)
 
     def _write(self, pieces: list[Piece]) -> None:
-        sign(pieces, self._parts.namespace.fingerprint)
-        self._look_ahead()
         chunks = [
             _Chunk(piece, *chunk)
             for piece in pieces
-            for chunk in zip(piece.keys, piece.payloads, piece.checksums, strict=True)
+            for chunk in zip(piece.keys, piece.payloads, range(len(piece.keys)), strict=True)
         ]
         done = 0
         try:
+            sign(pieces, self._parts.namespace.fingerprint)
+            self._look_ahead()
             while done < len(chunks):
                 done += self._write_some(chunks[done:])
             self._parts.pause.end()
@@ -167,7 +167,7 @@ class Writer:
         parts = self._parts
         keys = [chunk.key for chunk in batch]
         payloads = [chunk.payload for chunk in batch]
-        checksums = [chunk.checksum for chunk in batch]
+        checksums = [chunk.piece.checksums[chunk.number] for chunk in batch]
         offsets = self._write_extent(log, keys, payloads, checksums)
         parts.index.add(log.segment, keys, offsets, checksums)
         with parts.policy_lock:
