@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import LookupResult
 
 from tests.support import tier as support
 from tests.support.tier import PAGE, finished, job, key, make_config, make_spec
+from vllm_tiered_offload.fs_tier import manager
 from vllm_tiered_offload.fs_tier.manager import ODirectFsTier
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -107,6 +108,23 @@ def test_chunks_come_back_into_other_rows_after_a_restart(make: Any) -> None:
     support.assert_moved(result, CHUNKS * CHUNK)
     assert result.transfer_time > 0
     assert torch.equal(second.flip(0), first)
+
+
+def test_the_start_up_lines_describe_the_real_store(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(manager.logger, "info", lambda text, *args: said.append(text % args))
+    roots = [str(tmp_path / "a"), str(tmp_path / "b")]
+    make(_page_aligned_zero_tensor(4, CHUNK), root_dir=roots, direct_io="off")
+    (banner,) = said
+    first, *others = banner.splitlines()
+    assert "chunks of 16KiB" in first
+    for line, root in zip(others, roots, strict=True):
+        assert line.startswith(f"  {root}: ")
+        assert "buffered I/O (direct_io is 'off')" in line
+        assert "at most 64MiB" in line
+        assert "0 chunks found" in line
 
 
 def test_chunks_lie_on_disk_in_prefix_order(make: Any, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ class MemoryStore:
         return dataclasses.replace(stats, **self.fields)
 
     def describe(self) -> dict[str, object]:
-        return {"roots": [{"path": str(self.settings.root_dirs[0])}]}
+        return {"chunk_bytes": self.chunk_bytes, "io_bytes": 1 << 24, "roots": []}
 
     def shutdown(self, timeout: float = 5.0) -> bool:
         return self.ends_in_time

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from vllm_tiered_offload.config import format_size
 
 if TYPE_CHECKING:
     from vllm_tiered_offload.config import FsTierSettings
@@ -26,27 +28,29 @@ def info(settings: FsTierSettings, identity: Identity) -> dict[str, str | int | 
 
 
 def banner(label: str, facts: Mapping[str, Any], identity: Identity) -> list[str]:
-    """One line on the namespace, then one per root."""
+    """One line on the namespace, then one per root; `facts` are `ChunkStore.describe()`."""
     namespace = identity.namespace
     kind = "private to this process" if namespace.private else "shared, survives restarts"
-    lines = [f"disk tier {label}: namespace {namespace.fingerprint[:16]}, {kind}"]
-    rest = {key: value for key, value in facts.items() if key != "roots"}
-    if rest:
-        lines.append("  " + _facts(rest))
-    lines.extend("  " + _facts(root) for root in facts.get("roots", ()))
+    lines = [
+        f"disk tier {label}: namespace {namespace.fingerprint[:16]}, {kind}; chunks of "
+        f"{format_size(facts['chunk_bytes'])}, I/O of up to {format_size(facts['io_bytes'])}"
+    ]
+    lines.extend(f"  {root['path']}: {', '.join(_of_root(root))}" for root in facts["roots"])
     return lines
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_show(v)}" for name, v in facts.items())
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return str(value)
+def _of_root(root: Mapping[str, Any]) -> Iterator[str]:
+    yield root["file_system"]
+    why = root["read_only_because"]
+    yield "read and write" if why is None else f"read only ({why})"
+    why = root["buffered_because"] or "refused"
+    yield "direct I/O" if root["direct_io"] else f"buffered I/O ({why})"
+    yield f"{root['slots']} segments of {format_size(root['segment_bytes'])}"
+    if root["max_bytes"] is not None:
+        yield f"at most {format_size(root['max_bytes'])}"
+    if root["min_free_bytes"]:
+        yield f"{format_size(root['min_free_bytes'])} left free"
+    yield f"{root['recovered_chunks']} chunks found in {root['recovery_seconds']:.3f} s"
 
 
 def log_banner(

@@ -6,6 +6,9 @@ directory carry `root` too. vLLM adds counters up over steps and keeps the last 
 gauge, so counters are reported as differences. The front end refuses what was not declared,
 labels of the wrong number and numpy numbers; a labelled series exists from its first report
 on, so the first one holds every series, at 0 where nothing happened.
+
+With several API servers vLLM tells one of them at each step and Prometheus keeps a gauge's
+last value of each (label `pid`): counters add up, of a gauge take the maximum.
 """
 
 from __future__ import annotations

@@ -76,19 +76,40 @@ def test_ticks_within_a_second_cost_no_look(disk: Disk) -> None:
     disk.becomes(seconds=1)  # a root never seen before is not a change
 
 
-def test_the_banner_names_namespace_facts_and_roots() -> None:
+ROOT = {
+    "path": "/nvme0",
+    "file_system": "ext4",
+    "read_only_because": None,
+    "direct_io": True,
+    "buffered_because": None,
+    "slots": 63,
+    "segment_bytes": 16 << 20,
+    "max_bytes": 1 << 30,
+    "min_free_bytes": 0,
+    "recovered_chunks": 7,
+    "recovery_seconds": 0.0123456,
+}
+OTHER_ROOT = {
+    **ROOT,
+    "path": "/nfs",
+    "file_system": "nfs4",
+    "read_only_because": "locks do not work",
+    "direct_io": False,
+    "buffered_because": "EINVAL",
+    "max_bytes": None,
+    "min_free_bytes": 10 << 30,
+}
+
+
+def test_the_banner_says_who_shares_and_how_each_root_is_used() -> None:
     namespace = SimpleNamespace(fingerprint="ab" * 20, private=True)
-    facts = {
-        "chunk_bytes": 4096,
-        "roots": [
-            {"path": "/nvme0", "direct_io": True, "recovery_seconds": 0.012345},
-            {"path": "/nvme1", "direct_io": False},
-        ],
-    }
+    facts = {"chunk_bytes": 4096, "io_bytes": 16 << 20, "roots": [ROOT, OTHER_ROOT]}
     lines = banner("1:odirect_fs", facts, SimpleNamespace(namespace=namespace))
     assert lines == [
-        "disk tier 1:odirect_fs: namespace abababababababab, private to this process",
-        "  chunk bytes 4096",
-        "  path /nvme0, direct io yes, recovery seconds 0.0123",
-        "  path /nvme1, direct io no",
+        "disk tier 1:odirect_fs: namespace abababababababab, private to this process; "
+        "chunks of 4KiB, I/O of up to 16MiB",
+        "  /nvme0: ext4, read and write, direct I/O, 63 segments of 16MiB, at most 1GiB, "
+        "7 chunks found in 0.012 s",
+        "  /nfs: nfs4, read only (locks do not work), buffered I/O (EINVAL), "
+        "63 segments of 16MiB, 10GiB left free, 7 chunks found in 0.012 s",
     ]
