@@ -94,7 +94,7 @@ class ChunkStore:
                     path,
                     self.settings,
                     self.namespace,
-                    self._row(0),
+                    self._row(1 if len(self._memory) >= 2 * self.chunk_bytes else 0),
                     index=self._index,
                     jobs=self._jobs,
                     forget_storing=self._storing.difference_update,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from vllm_tiered_offload.store.syscalls import Syscalls, explain
+from vllm_tiered_offload.store.syscalls import DirectAlignment, Syscalls, explain
 
 # Linux: UIO_MAXIOV. One more gives EINVAL, which would look like refused direct I/O.
 IOV_MAX = 1024
@@ -175,6 +175,20 @@ def _skip(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     return []
 
 
+def _stated_refusal(
+    wanted: DirectAlignment | None, page_bytes: int, row_bytes: int
+) -> str | None:
+    if wanted is None:
+        return None
+    if wanted.offset == 0:
+        return "the file system reports no direct I/O"
+    if page_bytes % wanted.offset:
+        return f"pages of {page_bytes} bytes, the file system wants {wanted.offset}"
+    if wanted.memory and row_bytes % wanted.memory:
+        return f"rows of {row_bytes} bytes, the device wants {wanted.memory} in memory"
+    return None
+
+
 def refusal(
     directory: str, syscalls: Syscalls, page_bytes: int, row: memoryview, pad: memoryview
 ) -> str | None:
@@ -190,11 +204,9 @@ def refusal(
     fd = -1
     try:
         fd = syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        wanted = syscalls.direct_alignment(fd)
-        if wanted is not None and wanted.offset == 0:
-            return "the file system reports no direct I/O"
-        if wanted is not None and page_bytes % wanted.offset:
-            return f"pages of {page_bytes} bytes, the file system wants {wanted.offset}"
+        stated = _stated_refusal(syscalls.direct_alignment(fd), page_bytes, len(row))
+        if stated is not None:
+            return stated
         size = page_bytes + len(row) + len(pad)
         if syscalls.pwritev(fd, [page, row, pad], 0) != size:
             return "a probe was written short"

@@ -181,6 +181,7 @@ def test_buffered_writes_reach_the_disk_before_their_keys_are_known(root: Path) 
     [
         (DirectAlignment(0, 0), "reports no direct I/O"),
         (DirectAlignment(512, 65536), "wants 65536"),
+        (DirectAlignment(65536, 512), "wants 65536 in memory"),
     ],
 )
 def test_what_the_file_system_says_is_believed(
