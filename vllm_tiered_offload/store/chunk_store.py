@@ -278,9 +278,9 @@ class ChunkStore:
         self, job: Job, segment: Segment, placed: Sequence[Placed], most_bytes: int
     ) -> None:
         disk = self._disks[segment.root]
-        for chunks in cut(segment, placed, most_bytes):
-            run = Run(job, segment, chunks)
-            if not disk.parts.pool.put_load(run):
+        runs = [Run(job, segment, chunks) for chunks in cut(segment, placed, most_bytes)]
+        if not disk.parts.pool.put_loads(runs):
+            for run in runs:
                 disk.reader.cancel(run)
 
     def _chunks_per_piece(self) -> int:

@@ -52,7 +52,13 @@ class IoPool:
     def __init__(self, name: str, store_queue_bytes: int) -> None:
         self._name = name
         self._most_store_bytes = store_queue_bytes
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each kind of sleeper: waking all for everything costs the caller more than
+        # the rest of a submission.
+        self._load_waits = threading.Condition(self._lock)
+        self._store_waits = threading.Condition(self._lock)
+        self._loads_passed = threading.Condition(self._lock)
+        self._stop_asked = threading.Event()
         self._loads: deque[Run] = deque()
         self._stores: deque[Piece] = deque()
         self._copies: deque[Piece] = deque()
@@ -72,13 +78,13 @@ class IoPool:
             self._threads.append(thread)
             thread.start()
 
-    def put_load(self, run: Run) -> bool:
-        """Queues a load; False when the pool is stopping."""
-        with self._changed:
+    def put_loads(self, runs: Sequence[Run]) -> bool:
+        """Queues loads; False when the pool is stopping."""
+        with self._lock:
             if self._stopping:
                 return False
-            self._loads.append(run)
-            self._changed.notify_all()
+            self._loads.extend(runs)
+            self._load_waits.notify(len(runs))
             return True
 
     def room_for_stores(self) -> int:
@@ -87,23 +93,23 @@ class IoPool:
 
     def put_store(self, piece: Piece) -> bool:
         """Queues a store; False when the pool is stopping."""
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 return False
             self._stores.append(piece)
             self.queued_store_bytes += piece.bytes
-            self._changed.notify_all()
+            self._store_waits.notify()
             return True
 
     def put_copy(self, piece: Piece) -> None:
         """Queues a copy, before all stores: it must be written while there is room."""
-        with self._changed:
+        with self._lock:
             self._copies.append(piece)
-            self._changed.notify_all()
+            self._store_waits.notify()
 
     def withdraw_copy(self, piece: Piece) -> bool:
         """Takes a copy back. False when a writer has it already."""
-        with self._changed:
+        with self._lock:
             if piece not in self._copies:
                 return False
             self._copies.remove(piece)
@@ -111,24 +117,28 @@ class IoPool:
 
     def take_load(self) -> Run | None:
         """The next load, however long it takes; None once the pool is stopping and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._loads or self._stopping)
+        with self._lock:
+            self._load_waits.wait_for(lambda: self._loads or self._stopping)
             if not self._loads:
                 return None
             run = self._loads.popleft()
             if not self._loads:
-                self._changed.notify_all()  # a writer may be letting loads pass
+                self._loads_passed.notify_all()
             return run
+
+    def let_loads_pass(self) -> None:
+        """Waits until no load waits for a thread, but not for long."""
+        with self._lock:
+            if self._loads and not self._stopping:
+                self._loads_passed.wait_for(lambda: not self._loads, PATIENCE_WITH_LOADS)
 
     def take_stores(self, most_bytes: int, timeout: float) -> list[Piece] | None:
         """The next batch: one copy, or stores that fit together in ``most_bytes``.
 
         [] after ``timeout`` seconds without any; None once the pool is stopping and empty.
         """
-        with self._changed:
-            self._changed.wait_for(self._has_store_work, timeout)
-            if self._loads and not self._stopping:
-                self._changed.wait_for(lambda: not self._loads, PATIENCE_WITH_LOADS)
+        with self._lock:
+            self._store_waits.wait_for(self._has_store_work, timeout)
             if self._copies:
                 return [self._copies.popleft()]
             batch = self._next_batch(most_bytes)
@@ -136,13 +146,13 @@ class IoPool:
 
     def take_copy(self) -> Piece | None:
         """A copy, if one waits."""
-        with self._changed:
+        with self._lock:
             return self._copies.popleft() if self._copies else None
 
     def take_ahead(self, most_bytes: int) -> list[Piece]:
         """The batch after the one in hand, if it waits already: stores only, for a copy must
         stay where it can be withdrawn."""
-        with self._changed:
+        with self._lock:
             return self._next_batch(most_bytes)
 
     def _next_batch(self, most_bytes: int) -> list[Piece]:
@@ -154,24 +164,25 @@ class IoPool:
 
     def finished(self, piece: Piece) -> None:
         """The rows of a store are free again."""
-        with self._changed:
+        with self._lock:
             self.queued_store_bytes -= piece.bytes
 
     def stop(self) -> None:
         """No new stores; threads end when their queues are empty."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify_all()
+            self._stop_asked.set()
+            for sleepers in (self._load_waits, self._store_waits, self._loads_passed):
+                sleepers.notify_all()
 
     def abandon_queues(self) -> tuple[list[Run], list[Piece]]:
         """Empties the queues; what the threads hold already is not touched."""
-        with self._changed:
+        with self._lock:
             loads, stores = list(self._loads), list(self._stores)
             copies = list(self._copies)
             self._loads.clear()
             self._stores.clear()
             self._copies.clear()
-            self._changed.notify_all()
         for copy in copies:
             copy.done.set()
         return loads, stores
@@ -182,8 +193,7 @@ class IoPool:
 
     def wait_stopping(self, timeout: float) -> bool:
         """Sleeps, unless the pool stops meanwhile; True if it does."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._stopping, timeout)
+        return self._stop_asked.wait(timeout)
 
     def join(self, deadline: float) -> bool:
         """Waits for the threads until time.monotonic() is ``deadline``; True if all ended."""

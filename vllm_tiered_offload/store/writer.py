@@ -84,12 +84,17 @@ class Writer:
         """What to do next: a copy, while there is room for it; else the next batch."""
         pool, settings = self._parts.pool, self._parts.settings
         if (copy := pool.take_copy()) is not None:
-            return [copy]
-        if self._ahead is not None:
+            batch = [copy]
+        elif self._ahead is not None:
             (batch, signed), self._ahead = self._ahead, None
             wait([signed])
-            return batch
-        return pool.take_stores(settings.io_bytes, settings.refresh_interval)
+        else:
+            found = pool.take_stores(settings.io_bytes, settings.refresh_interval)
+            if not found:
+                return found
+            batch = found
+        pool.let_loads_pass()
+        return batch
 
     def _look_ahead(self) -> None:
         if self._ahead is None:
