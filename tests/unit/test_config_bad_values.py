@@ -50,7 +50,7 @@ BAD_SPEC = [
     ({"region_join_timeout": 0}, "region_join_timeout", "1 to 86400"),
     ({"region_join_timeout": "600"}, "region_join_timeout", "not a number"),
     ({"pin_share": 1.5}, "pin_share", "0.01 to 1"),
-    ({"pin_share": 0.9, "store_headroom": 0.2}, "store_headroom", "whole pool"),
+    ({"store_headroom": 1}, "store_headroom", "0 to 0.9"),
     ({"pin_deadline": -1}, "pin_deadline", "0.1 to 86400"),
     ({"patience": float("nan")}, "patience", "not a number"),
     ({"patience": True}, "patience", "not a number"),

@@ -173,12 +173,6 @@ class SpecSettings(Settings):
                 f"{PREFIX}huge_pages",
                 f"{self.huge_pages!r} needs region_backing 'memfd'; /dev/shm has none",
             )
-        if self.pin_share + self.store_headroom > 1:
-            raise ConfigError(
-                f"{PREFIX}store_headroom",
-                f"{self.store_headroom:g} and pin_share {self.pin_share:g} are more than the "
-                "whole pool; their sum may be 1",
-            )
 
 
 def _tier_prefix(index: int) -> str:
