@@ -91,11 +91,10 @@ def make_ours(root: Path, rows: Rows, readers: int, writers: int) -> Any:
     return ODirectFsTier(spec, memoryview(rows.table), "odirect_fs", None, **config)
 
 
-def make_vllm_fs(root: Path, rows: Rows, readers: int, writers: int) -> Any:
+def make_vllm_fs(root: Path, rows: Rows) -> Any:
     """vLLM's own fs tier, with its own default of 16 threads of each kind."""
     from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-    del readers, writers
     spec = _spec(rows, {"type": "fs", "root_dir": str(root)})
     return FileSystemTierManager(spec, memoryview(rows.table), "fs", str(root))
 

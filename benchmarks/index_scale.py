@@ -35,6 +35,7 @@ from vllm_tiered_offload.store import ChunkStore, StoreSettings
 T = TypeVar("T")
 LOOKUPS = 200_000
 LOADS_PER_JOB = 500
+USUAL_CHUNKS = 1000  # in a segment
 MOST_DESCRIPTORS = 256 + 64  # the store's idle ones, and everything else
 
 
@@ -61,12 +62,14 @@ def main(
         table.add_row(name.replace("_", " "), f"{value:,.3f}")
     console.print(table)
     bars = [
-        Bar("restart per 100 000 chunks", found["restart_s_per_100k"], 0.1, unit="s"),
         Bar("memory per chunk (resident)", found["resident_bytes_per_chunk"], 250, unit="B"),
         Bar("lookup, found", found["hit_us"], 1, unit="us"),
         Bar("lookup, not found", found["miss_us"], 1, unit="us"),
         Bar("descriptors", found["descriptors"], MOST_DESCRIPTORS),
     ]
+    if chunks >= segments * USUAL_CHUNKS:  # else it is the files that take the time
+        per_100k = found["restart_s_per_100k"]
+        bars.append(Bar("restart per 100 000 chunks", per_100k, 0.1, unit="s"))
     passed = print_bars(bars)
     write_json(json_file, {"chunks": chunks, "segments": segments, **found}, bars)
     raise typer.Exit(0 if passed else 1)
