@@ -169,7 +169,17 @@ def digest(data: bytes | memoryview, seed: int = 0) -> int:
 
 def payload_seed(fingerprint: str, key: bytes) -> int:
     """Seed of a chunk's checksum: bytes under another key or namespace do not pass."""
-    return xxhash.xxh3_64_intdigest(fingerprint.encode("ascii") + b"\0" + key)
+    return xxhash.xxh3_64_intdigest(seed_prefix(fingerprint) + key)
+
+
+def seed_prefix(fingerprint: str) -> bytes:
+    """What a seed's digest is over, before the key."""
+    return fingerprint.encode("ascii") + b"\0"
+
+
+def payload_digest(prefix: bytes, key: bytes, payload: memoryview) -> int:
+    """A chunk's checksum; ``prefix`` is computed once for many chunks."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(prefix + key))
 
 
 def round_up(size: int, unit: int) -> int:

@@ -111,12 +111,11 @@ class Reader:
             return [], [(chunks[0], "io_error", f"{segment.path}: {explain(error)}")]
         good: list[Wanted] = []
         bad: list[Wanted] = []
-        fingerprint = segment.header.fingerprint
+        prefix = fmt.seed_prefix(segment.header.fingerprint)
+        checksums, last = segment.checksums, end - segment.stride
         for chunk in chunks:
-            seed = fmt.payload_seed(fingerprint, chunk.key)
-            whole = chunk.offset + segment.stride <= end
-            right = segment.checksums[chunk.record]
-            ok = whole and fmt.digest(chunk.payload, seed) == right
+            found = fmt.payload_digest(prefix, chunk.key, chunk.payload)
+            ok = chunk.offset <= last and found == checksums[chunk.record]
             (good if ok else bad).append(chunk)
         if not bad:
             return good, []

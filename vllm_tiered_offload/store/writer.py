@@ -36,10 +36,11 @@ class _Chunk:
 
 def sign(pieces: list[Piece], fingerprint: str) -> None:
     """Computes the checksums of those that have none yet."""
+    prefix = fmt.seed_prefix(fingerprint)
     for piece in pieces:
         if len(piece.checksums) < len(piece.keys):
             piece.checksums = [
-                fmt.digest(payload, fmt.payload_seed(fingerprint, key))
+                fmt.payload_digest(prefix, key, payload)
                 for key, payload in zip(piece.keys, piece.payloads, strict=True)
             ]
 
