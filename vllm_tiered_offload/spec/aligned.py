@@ -158,13 +158,14 @@ class AlignedSpec:
         used = self.cpu_page_size_per_worker * copies
         logger.info(
             "Sized the CPU pool in worker %d of %d: %d chunks of %d bytes "
-            "(%d used, %d padding, alignment %d), %d of %d bytes",
+            "(%d used, %d padding (%.1f %%), alignment %d), %d of %d bytes",
             parallel.rank,
             parallel.world_size,
             self.num_chunks,
             self.kv_bytes_per_chunk,
             used,
             self.kv_bytes_per_chunk - used,
+            100 * (1 - used / self.kv_bytes_per_chunk) if used else 0.0,
             self.BLOCK_SIZE_ALIGNMENT,
             self.num_chunks * self.kv_bytes_per_chunk,
             self.settings.cpu_bytes_to_use,
