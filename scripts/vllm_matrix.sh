@@ -85,8 +85,10 @@ tests() {
     shift 3
     echo "vllm_matrix: $version: $name" >&2
     # The platform is found from the distribution's version, which says CUDA for 0.33.
+    # A folder of its own for test files: other runs tidy up the shared one.
     VLLM_TARGET_DEVICE=cpu "$python" -m pytest -q -p no:cacheprovider "$@" \
-        --junitxml "$results/$version.$name.xml" >"$results/$version.$name.log" 2>&1 || status=$?
+        --basetemp "$results/files" --junitxml "$results/$version.$name.xml" >"$results/$version.$name.log" 2>&1 || status=$?
+    rm -rf "$results/files"
     [ "$status" -eq 0 ] || tail -n 30 "$results/$version.$name.log" >&2
 }
 
