@@ -167,7 +167,7 @@ class SimulatedDisk:
                 self.policy.on_hit(key)
             else:
                 self._write(key)
-                self.policy.on_store(key)
+                self.policy.on_stored(1)
 
     def _write(self, key: bytes) -> None:
         while len(self._open) == self._segment_chunks:

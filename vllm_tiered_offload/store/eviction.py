@@ -75,10 +75,10 @@ class SecondChance:
             count = min((mark & _MOST_HITS) + _ONE_HIT, _MOST_HITS)
             self._marks.put(digest, count | self._period)
 
-    def on_store(self, key: bytes) -> None:
-        """The chunk was written for the first time (not: moved)."""
-        self._advance()
-        saved = self._allowance + self.copies_per_store
+    def on_stored(self, count: int) -> None:
+        """So many chunks were written for the first time (not: moved)."""
+        self._advance(count)
+        saved = self._allowance + count * self.copies_per_store
         self._allowance = min(saved, self.capacity_chunks / 4)
 
     def choose_copies(self, victim_keys: Sequence[bytes], room_chunks: int) -> list[bytes]:
@@ -93,11 +93,11 @@ class SecondChance:
         worth = [key for key in victim_keys if self._is_worth_a_copy(key)]
         return worth[: max(most, 0)]
 
-    def on_moved(self, keys: Iterable[bytes]) -> None:
+    def on_moved(self, keys: Sequence[bytes]) -> None:
         """The chunks were copied: half their count is used up, the time of the hit stays."""
+        self._advance(len(keys))
+        self._allowance -= len(keys)
         for key in keys:
-            self._advance()
-            self._allowance -= 1
             digest = self._digest(key)
             mark = self._marks.get(digest)
             if mark < _TWO_HITS:
@@ -115,8 +115,8 @@ class SecondChance:
         age = (self._period - mark) & _PERIOD
         return mark >= _TWO_HITS or (mark >= _ONE_HIT and age <= _YOUNG_PERIODS)
 
-    def _advance(self) -> None:
-        self._written += 1
+    def _advance(self, count: int) -> None:
+        self._written += count
         periods = self._written * _PERIODS_PER_RESIDENCY // self.capacity_chunks
         self._period = periods & _PERIOD
 

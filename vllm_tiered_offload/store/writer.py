@@ -177,8 +177,7 @@ class Writer:
         offsets = self._write_extent(log, keys, payloads, checksums)
         parts.index.add(log.segment, keys, offsets, checksums)
         with parts.policy_lock:
-            for key in keys:
-                parts.policy.on_store(key)
+            parts.policy.on_stored(len(keys))
         size = len(batch) * parts.chunk_bytes
         parts.counters.add(stored_chunks=len(batch), stored_bytes=size)
         self._settle(batch, stored=True)
