@@ -29,6 +29,7 @@ from vllm_tiered_offload.store.disk import Disk
 from vllm_tiered_offload.store.index import RECORD_BITS, Index
 from vllm_tiered_offload.store.io_pool import Piece
 from vllm_tiered_offload.store.jobs import Job, JobTable
+from vllm_tiered_offload.store.opening import Shared
 from vllm_tiered_offload.store.runs import SMALLEST_SHARE, Run, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import Syscalls
@@ -87,22 +88,19 @@ class ChunkStore:
         threading.Thread(target=self._watch_loop, name="vto-watch", daemon=True).start()
 
     def _open_disks(self, syscalls: Syscalls, page_bytes: int) -> None:
+        shared = Shared(
+            index=self._index,
+            jobs=self._jobs,
+            forget_storing=self._storing.difference_update,
+            drain_hits=self._drain_hits,
+            syscalls=syscalls,
+            clock=self._clock,
+            page_bytes=page_bytes,
+        )
+        row = self._row(1 if len(self._memory) >= 2 * self.chunk_bytes else 0)
         for number, path in enumerate(self.settings.root_dirs):
             self._disks.append(
-                Disk(
-                    number,
-                    path,
-                    self.settings,
-                    self.namespace,
-                    self._row(1 if len(self._memory) >= 2 * self.chunk_bytes else 0),
-                    index=self._index,
-                    jobs=self._jobs,
-                    forget_storing=self._storing.difference_update,
-                    drain_hits=self._drain_hits,
-                    syscalls=syscalls,
-                    clock=self._clock,
-                    page_bytes=page_bytes,
-                )
+                Disk(number, path, self.settings, self.namespace, row, shared=shared)
             )
 
     def contains(self, key: bytes) -> bool:

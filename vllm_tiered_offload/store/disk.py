@@ -5,32 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_tiered_offload.store import direct_io, locks, namespaces
-from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store import locks, namespaces
 from vllm_tiered_offload.store.api import Namespace, RootStats, StoreError, StoreSettings
-from vllm_tiered_offload.store.descriptors import Descriptors
-from vllm_tiered_offload.store.eviction import SecondChance
-from vllm_tiered_offload.store.index import Index
-from vllm_tiered_offload.store.io_pool import IoPool
-from vllm_tiered_offload.store.jobs import JobTable
-from vllm_tiered_offload.store.parts import Parts
+from vllm_tiered_offload.store.opening import Shared, file_system_of, open_parts
 from vllm_tiered_offload.store.reader import Reader
 from vllm_tiered_offload.store.reclaimer import Reclaimer
 from vllm_tiered_offload.store.refresher import Refresher
-from vllm_tiered_offload.store.root import Root, open_root
-from vllm_tiered_offload.store.slots import Slots
-from vllm_tiered_offload.store.syscalls import Syscalls, explain
-from vllm_tiered_offload.store.watch import Pause, Watch
+from vllm_tiered_offload.store.syscalls import explain
 from vllm_tiered_offload.store.writer import Writer
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
-MOST_POLICY_CHUNKS = 1 << 24  # an unbounded root: the policy's tables must end somewhere
 LONGEST_REFRESH_BACKOFF = 30.0
 
 
@@ -45,41 +34,12 @@ class Disk:
         namespace: Namespace,
         row: memoryview,
         *,
-        index: Index,
-        jobs: JobTable,
-        forget_storing: Callable[[Sequence[bytes]], None],
-        drain_hits: Callable[[], None],
-        syscalls: Syscalls,
-        clock: Callable[[], float],
-        page_bytes: int,
+        shared: Shared,
     ) -> None:
-        chunk_bytes = len(row)
-        root = open_root(path, settings, chunk_bytes, syscalls, page_bytes)
-        self.read_only_because = root.read_only_because
-        self.direct_because = self._direct_refusal(root, settings, syscalls, row)
-        io = direct_io.BlockIO(
-            syscalls, root.geometry.page_bytes, direct=not self.direct_because
+        self.parts, self.direct_because = open_parts(
+            number, path, settings, namespace, row, shared=shared
         )
-        self.parts = Parts(
-            number=number,
-            settings=settings,
-            namespace=namespace,
-            chunk_bytes=chunk_bytes,
-            root=root,
-            syscalls=syscalls,
-            io=io,
-            slots=Slots(root, syscalls, io),
-            index=index,
-            jobs=jobs,
-            pool=IoPool(f"vto-disk{number}", settings.store_queue_bytes),
-            descriptors=Descriptors(io),
-            policy=SecondChance(_capacity(root, chunk_bytes, syscalls)),
-            watch=Watch(clock),
-            pause=Pause(root.path, clock),
-            forget_storing=forget_storing,
-            drain_hits=drain_hits,
-            clock=clock,
-        )
+        self.read_only_because = self.parts.root.read_only_because
         self.stalled = False
         self._namespace_lock: int | None = None
         self._refresher = Refresher(self.parts)
@@ -208,24 +168,6 @@ class Disk:
     def _room(self) -> int:
         return max((writer.room() for writer in self._writers), default=0)
 
-    def _direct_refusal(
-        self, root: Root, settings: StoreSettings, syscalls: Syscalls, row: memoryview
-    ) -> str | None:
-        """Why the root is not used with direct I/O; None if it is."""
-        if settings.direct_io == "off":
-            return "direct_io is 'off'"
-        if root.read_only_because is not None:
-            return None  # nothing may be written to find out; a refusal shows when reading
-        page = root.geometry.page_bytes
-        pad = direct_io.page_aligned(fmt.round_up(len(row), page) - len(row))
-        try:
-            reason = direct_io.refusal(root.path, syscalls, page, row, pad)
-        except OSError as error:
-            raise StoreError(f"root_dir {root.path}: {explain(error)}") from error
-        if reason is not None and settings.direct_io == "on":
-            raise StoreError(f"root_dir {root.path}: direct_io = 'on', but {reason}")
-        return reason
-
     def _recover(self) -> None:
         began = time.monotonic()
         parts = self.parts
@@ -288,24 +230,3 @@ class Disk:
                 pause = min(2 * pause, max(interval, LONGEST_REFRESH_BACKOFF))
             except Exception:
                 logger.exception("refresh of %s", self.parts.root.path)
-
-
-def _capacity(root: Root, chunk_bytes: int, syscalls: Syscalls) -> int:
-    """About how many chunks the root holds when full."""
-    size = root.geometry.max_bytes
-    if size is None:
-        size = syscalls.total_bytes(root.path) - root.min_free_bytes
-    return max(1, min(MOST_POLICY_CHUNKS, size // chunk_bytes))
-
-
-def file_system_of(path: str) -> str:
-    """Type of the file system a path is on, as /proc/mounts calls it."""
-    best, kind = "", "unknown"
-    real = os.path.realpath(path)
-    with contextlib.suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
-        for line in mounts:
-            _, point, found, *_ = line.split(" ")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, found
-    return kind
