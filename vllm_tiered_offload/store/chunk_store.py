@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -26,6 +26,7 @@ from vllm_tiered_offload.store.api import (
 from vllm_tiered_offload.store.counters import Counters
 from vllm_tiered_offload.store.direct_io import IOV_MAX
 from vllm_tiered_offload.store.disk import Disk
+from vllm_tiered_offload.store.hits import Hits
 from vllm_tiered_offload.store.index import RECORD_BITS, Index
 from vllm_tiered_offload.store.io_pool import Piece
 from vllm_tiered_offload.store.jobs import Job, JobTable
@@ -33,8 +34,6 @@ from vllm_tiered_offload.store.opening import Shared
 from vllm_tiered_offload.store.runs import SMALLEST_SHARE, Run, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import Syscalls
-
-MOST_HITS = 1 << 18  # remembered between two looks
 
 Placed = tuple[int, bytes, memoryview]  # place, key, row
 
@@ -70,9 +69,8 @@ class ChunkStore:
         self._jobs = JobTable(clock)
         self._clock = clock
         self._counters = Counters()  # of what concerns no root
-        # Found since recency was last looked at. An append is all a look-up can afford.
-        self._hits: deque[bytes] = deque(maxlen=MOST_HITS)
-        self._note_hit = self._hits.append
+        self._hits = Hits(self._index, clock)
+        self._note_hit = self._hits.note
         self._storing: set[bytes] = set()
         self._next_disk = 0
         self._some_unavailable = False  # a root is stalled or sick
@@ -119,7 +117,7 @@ class ChunkStore:
             for key, row in zip(keys, rows, strict=True)
             if key not in places and key not in storing
         ]
-        self._hits.extend(key for key in keys if key in places)
+        self._hits.note_all(key for key in keys if key in places)
         job = self._jobs.start(job_id, len(fresh), is_load=False)
         most = self._chunks_per_piece()
         for start in range(0, len(fresh), most):
@@ -131,7 +129,7 @@ class ChunkStore:
         get = self._places.get
         wanted = [(get(key, -1), key, row) for key, row in zip(keys, rows, strict=True)]
         wanted.sort()
-        self._hits.extend(keys)
+        self._hits.note_all(keys)
         share = len(keys) * self.chunk_bytes // self.settings.read_threads
         most_bytes = min(self.settings.io_bytes, max(share, SMALLEST_SHARE))
         for ordinal, group in groupby(wanted, key=lambda item: item[0] >> RECORD_BITS):
@@ -298,19 +296,7 @@ class ChunkStore:
         return sum(len(segment.keys) for segment in disk.parts.catalogue.all())
 
     def _drain_hits(self) -> None:
-        """Hands the hits collected by look-ups to the policies, and to the evictors."""
-        hits, now = self._hits, self._clock()
-        distinct: set[bytes] = set()  # a request that waits is looked up again and again
-        with contextlib.suppress(IndexError):  # another thread emptied it
-            for _ in range(len(hits)):
-                distinct.add(hits.popleft())
-        for key in distinct:
-            segment = self._index.segments.get(self._places.get(key, -1) >> RECORD_BITS)
-            if segment is not None:
-                segment.hit_at = now
-                parts = self._disks[segment.root].parts
-                with parts.policy_lock:
-                    parts.policy.on_hit(key)
+        self._hits.drain([disk.parts for disk in self._disks])
 
     def _watch_loop(self) -> None:
         """Touches no disk, so that it notices the one that hangs."""
