@@ -28,6 +28,7 @@ LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
 REMEMBER_OTHERS = 600.0  # seconds a new segment of another process stands for more to come
 MEASURE_AFTER = 60  # refreshes between two looks at what else lies under the root
 RECOVERY_THREADS = 8
+RECOVERY_WINDOW = 32  # footers in memory at once
 _YIELD_AFTER = 64  # files
 
 
@@ -63,12 +64,14 @@ class Refresher:
     def _read_all(self, pool: ThreadPoolExecutor) -> None:
         segments = [found for found in self._parts.catalogue.all() if found.ordinal >= 0]
         segments.sort(key=lambda found: found.sequence)
-        for segment, records in zip(segments, pool.map(self._footer_of, segments), strict=True):
-            if records is None:
-                self._look_at(segment)
-            else:
-                self._take(segment, records)
-                segment.state = State.CLOSED
+        for start in range(0, len(segments), RECOVERY_WINDOW):
+            window = segments[start : start + RECOVERY_WINDOW]
+            for segment, records in zip(window, pool.map(self._footer_of, window), strict=True):
+                if records is None:
+                    self._look_at(segment)
+                else:
+                    self._take(segment, records)
+                    segment.state = State.CLOSED
 
     def _footer_of(self, segment: Segment) -> fmt.Records | None:
         """The records of a sealed segment; None for all that needs a closer look."""
