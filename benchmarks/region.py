@@ -4,7 +4,8 @@
     python benchmarks/region.py --size 8GiB --workers 2
     python benchmarks/region.py --configure     # as root: with huge pages, put back afterwards
 
-CPU time says more than GB/s on a busy machine. Time is from the first worker's constructor to the last one's return, pages taken.
+Time is from the first worker's constructor to the last one's return, pages taken.
+On a busy machine CPU time says more than GB/s.
 """
 
 from __future__ import annotations
