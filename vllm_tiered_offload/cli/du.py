@@ -82,7 +82,7 @@ def _print_root(out: Console, facts: RootFacts) -> None:
         names = ", ".join(segment.path.rsplit("/", 1)[1] for segment in facts.strays)
         rows.add_row("[yellow]strays[/]", str(len(facts.strays)), f"no segments: {names}")
     out.print(rows)
-    shares = table(["namespace", "model", ">bytes", ""])
+    shares = table(["|namespace", "model", ">bytes", "|"])
     for space in sorted(facts.namespaces, key=lambda space: -space.allocated_bytes):
         share = space.allocated_bytes / facts.allocated_bytes if facts.allocated_bytes else 0
         shares.add_row(

@@ -65,7 +65,7 @@ def _print_root(out: Console, facts: RootFacts, long: bool) -> None:
     out.print(f"[bold]{escape(facts.root.path)}[/]  {len(facts.namespaces)} namespace(s)")
     spaces = sorted(facts.namespaces, key=lambda space: -space.allocated_bytes)
     rows = table(
-        ["namespace", "model", "identity", "kind", ">chunk", ">chunks", ">bytes", "written"]
+        ["|namespace", "model", "identity", "kind", ">chunk", ">chunks", ">bytes", "|written"]
     )
     for space in spaces:
         rows.add_row(

@@ -102,15 +102,16 @@ def human_seconds(seconds: float) -> str:
 
 
 def table(columns: Iterable[str], *, title: str | None = None) -> Table:
-    """A plain table; a column whose name starts with `>` is right-aligned."""
-    result = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2))
+    """A plain table. A name that starts with `>` is a column of numbers, right-aligned; one
+    that starts with `|` is a column that is never broken into lines."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
     for name in columns:
-        right = name.startswith(">")
+        mark = name[:1]
         result.add_column(
-            name.removeprefix(">"),
-            justify="right" if right else "left",
+            name.lstrip(">|"),
+            justify="right" if mark == ">" else "left",
             header_style="dim",
-            no_wrap=right,
+            no_wrap=mark in (">", "|"),
             overflow="fold",
         )
     return result

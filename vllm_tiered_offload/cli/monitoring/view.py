@@ -25,7 +25,7 @@ def render(view: Summary, url: str, problem: str = "") -> Group:
         parts.append(Text.from_markup(f"[bold red]{escape(problem)}[/]"))
     parts.append(_lookups(view))
     if view.has_tier:
-        parts.append(_roots(view))
+        parts += [Text(), _roots(view)]
     else:
         parts.append(
             Text.from_markup(
@@ -33,7 +33,7 @@ def render(view: Summary, url: str, problem: str = "") -> Group:
                 "request, or no --kv-transfer-config with one)"
             )
         )
-    parts.append(_traffic(view))
+    parts += [Text(), _traffic(view)]
     return Group(*parts)
 
 
@@ -56,8 +56,7 @@ def _percent(share: float | None) -> str:
 
 def _roots(view: Summary) -> Table:
     rows = table(
-        ["root", ">resident", "", ">chunks", ">free", ">in", ">out", ">evicted", "state"],
-        title="\n",
+        ["root", ">resident", "|", ">chunks", ">free", ">in", ">out", ">evicted", "state"],
     )
     for root in view.roots:
         share = root.resident_bytes / root.capacity_bytes if root.capacity_bytes else 0.0
@@ -77,7 +76,9 @@ def _roots(view: Summary) -> Table:
 
 
 def _per_second(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s" if rate else "-"
+    if not rate:
+        return "-"
+    return f"{rate / 1e9:.2f} GB/s" if rate >= 1e8 else f"{rate / 1e6:.2f} MB/s"
 
 
 def _state(root: RootView) -> str:
@@ -96,7 +97,7 @@ def _state(root: RootView) -> str:
 
 
 def _traffic(view: Summary) -> Table:
-    rows = table(["", ">", ""], title="\n")
+    rows = table(["", ">", ""])
     rows.show_header = False
     rows.add_row("CPU to GPU", _per_second(view.load_per_second), "")
     rows.add_row("GPU to CPU", _per_second(view.store_per_second), "")
