@@ -103,8 +103,7 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         return result
 
     def _resident(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """For requests never announced or already gone: nothing is promoted, and
-        vLLM's metrics open no record that nobody would close."""
+        """For a request that is gone: nothing is promoted or recorded for it."""
         if self._shut:
             return LookupResult.MISS
         return self.primary_tier.lookup(key, req_context)
@@ -116,7 +115,9 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         admission = self._asking
         if self._fence or admission is None:
             return False
-        verdict = self._room.ask(admission, key, tier_idx, free_chunks(self.primary_tier))
+        position_of = getattr(req_context, "get_offload_key_position", None)  # 0.31 on
+        free = free_chunks(self.primary_tier)
+        verdict = self._room.ask(admission, key, tier_idx, free, position_of)
         if verdict is Verdict.FULL:
             self._metrics.on_promotion_allocation_failure()
         self._told_to_wait = verdict is Verdict.WAIT
@@ -138,9 +139,8 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     def _note_sources(
         self, req_id: str, keys: Iterable[OffloadKey], tiers: Mapping[OffloadKey, int]
     ) -> None:
-        """Where each hit came from, for vLLM's metrics (0.31 on)."""
         sources = getattr(self, "_request_load_sources", None)
-        if sources is not None:
+        if sources is not None:  # 0.31 on: which tier a hit is counted for
             of_tier = [tier.cache_hit_source for tier in self.secondary_tiers]
             sources.setdefault(req_id, {}).update((key, of_tier[tiers[key]]) for key in keys)
 
@@ -265,8 +265,8 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     # --- reset and shutdown ---
 
     def reset_cache(self) -> None:
-        """Forget the pool. Requests alive now store nothing any more: their
-        blocks were computed before, and the scheduler offers them again."""
+        """Requests alive now store nothing any more: their blocks were computed
+        before, and the scheduler offers them again from the first one."""
         if self._shut:
             return
         if len(self._transfers):  # copies may still land in rows that are free now

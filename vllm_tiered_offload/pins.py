@@ -11,7 +11,6 @@ a deadline. How many there may be is decided in `room.py`.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -76,8 +75,7 @@ class Admission:
     pinned_since: float | None = None
     expired: bool = False
     full: set[bytes] = field(default_factory=set)  # groups that get no more
-    cut_short: bool = False  # one of them, and its promotions have not ended
-    taken: Counter[bytes] = field(default_factory=Counter)  # chunks taken, by group
+    limit: int | None = None  # token position of the cut; -1: not known
     waiting: bool = False
     waiting_since: float | None = None
     refused_room: int = 0
@@ -96,10 +94,10 @@ class Admission:
     def restart(self) -> None:
         """A new admission of the same request; pins and queue are handed back before."""
         self.begin(-1)
-        for part in (self.tried, self.flying, self.full, self.taken):
+        for part in (self.tried, self.flying, self.full):
             part.clear()
-        self.waiting_since = None
-        self.waiting = self.expired = self.cut_short = False
+        self.limit = self.waiting_since = None
+        self.waiting = self.expired = False
 
 
 class PinBook:
@@ -172,9 +170,11 @@ class PinBook:
 
     def enqueue(self, admission: Admission, key: bytes, tier: int) -> None:
         admission.queue[key] = tier
-        admission.taken[key[-4:]] += 1
         self.queued[key] = admission
         self._touched[admission] = None
+
+    def dequeue(self, admission: Admission, key: bytes) -> None:
+        del admission.queue[key], self.queued[key]
 
     def drop_queue(self, admission: Admission) -> dict[bytes, int]:
         """Take a request's queued keys out; returns them with their tiers."""

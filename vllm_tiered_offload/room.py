@@ -9,18 +9,23 @@ Pure, like `pins.py`. The rules:
   of keys that found no room is told to stop, and the request starts with what
   it has. Without pins it may wait, for a bounded time, as long as others hold
   most of what it could get.
-* With several KV groups no single one takes all the room: a full-attention
-  prefix without its sliding windows cannot be used.
+* With several KV groups a full-attention prefix is of use only up to where the
+  tiers have the sliding windows that end there; vLLM stores those at the ends of
+  prompts only. A prefix that must be cut leaves room for its windows, and none
+  is read beyond the cut.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from vllm_tiered_offload.pins import Admission, PinBook
 
+PositionOf = Callable[[bytes], "int | None"]
+
 _ENOUGH = 0.75  # of what waiting could give: then take it now
-_GROUP_SHARE = 0.75  # of a request's room for one of several groups
+_CUT = 0.75  # what a prefix keeps of its room when it must leave some to windows
 
 
 class Verdict(enum.Enum):
@@ -51,38 +56,51 @@ class Room:
         self._groups = groups
         self._book = book
 
-    def ask(self, admission: Admission, key: bytes, tier: int, free: int) -> Verdict:
+    def ask(
+        self,
+        admission: Admission,
+        key: bytes,
+        tier: int,
+        free: int,
+        position_of: PositionOf | None = None,
+    ) -> Verdict:
         """May this request promote `key` from tier number `tier`?
 
         Args:
             free: rows of the pool that are free or evictable now.
+            position_of: a key's last token position, where vLLM records it.
         """
         if admission.step != self._book.step:
             admission.begin(self._book.step)
-        group = key[-4:]
-        if key in admission.tried or group in admission.full:
-            return Verdict.REFUSE
-        if admission.cut_short and (admission.flying or admission.queue):
-            # Another group ends early. Where, vLLM knows once its promotions have
-            # ended; a window read before that would be the wrong one.
-            return self._blocked(admission, group, key)
-        admission.cut_short = False
+        settled = self._settled(admission, key, position_of)
+        if settled is not None:
+            return settled
         room = self._left(admission, free)
-        if admission.waiting:
-            if room <= admission.refused_room and self._has_patience(admission):
-                return self._blocked(admission, group, key)
-            admission.waiting = False
-        if room > 0 and not self._has_its_share(admission, group, room):
+        if admission.waiting and not self._try_again(admission, room):
+            return self._blocked(admission, key)
+        if room > 0:
             self._book.enqueue(admission, key, tier)
             return Verdict.TAKE
-        if self._may_wait(admission, room):
+        if self._may_wait(admission):
             self._start_waiting(admission, room, key)
             # Not REFUSE, even if keys of the group were queued: a search from
             # right to left forgets at a miss what it had waited for.
             return Verdict.WAIT
-        admission.full.add(group)
-        admission.cut_short = True
+        if self._groups > 1 and self._cut_the_first(admission, key[-4:], position_of):
+            return self.ask(admission, key, tier, free, position_of)
+        admission.full.add(key[-4:])
+        if self._groups > 1:
+            self._cut(admission, key[-4:], key, position_of)
         return Verdict.FULL
+
+    def _settled(
+        self, admission: Admission, key: bytes, position_of: PositionOf | None
+    ) -> Verdict | None:
+        if key in admission.tried or key[-4:] in admission.full:
+            return Verdict.REFUSE
+        if admission.limit is None:
+            return None
+        return self._beyond_the_cut(admission, key, position_of)
 
     def pinnable_hits(self, admission: Admission) -> list[bytes]:
         """Resident chunks to hold besides the promoted ones, within the cap."""
@@ -96,23 +114,24 @@ class Room:
         unreserved = free - len(self._book.queued) - self.headroom
         return min(self.cap - self._book.held, unreserved) - admission.loose_hits
 
-    def _has_its_share(self, admission: Admission, group: bytes, room: int) -> bool:
-        if self._groups < 2:
-            return False
-        total = room + admission.taken.total()
-        return admission.taken[group] >= max(1.0, total * _GROUP_SHARE)
-
     # --- patience ---
 
-    def _may_wait(self, admission: Admission, room: int) -> bool:
+    def _may_wait(self, admission: Admission) -> bool:
         if admission.holds or not admission.may_wait or not self._has_patience(admission):
             return False
-        has = len(admission.hits) + len(admission.queue) + max(0, room)
-        return has < self._most * _ENOUGH
+        has = len(admission.hits) + len(admission.queue)
+        # Most of a prefix with windows may well be of no use at all.
+        return has < self._most * (_ENOUGH if self._groups == 1 else 1.0)
 
     def _has_patience(self, admission: Admission) -> bool:
         since, patience = admission.waiting_since, self._book.settings.patience
         return patience > 0 and (since is None or self._book.clock() - since < patience)
+
+    def _try_again(self, admission: Admission, room: int) -> bool:
+        if room <= admission.refused_room and self._has_patience(admission):
+            return False
+        admission.waiting = False
+        return True
 
     def _start_waiting(self, admission: Admission, room: int, key: bytes) -> None:
         """Give the queue back; its groups wait at their first keys."""
@@ -122,8 +141,54 @@ class Room:
             admission.waiting_since = self._book.clock()
         for queued in (*self._book.drop_queue(admission), key):
             admission.blocked.setdefault(queued[-4:], queued)
-        admission.taken.clear()
 
-    def _blocked(self, admission: Admission, group: bytes, key: bytes) -> Verdict:
-        first = admission.blocked.setdefault(group, key)
+    def _blocked(self, admission: Admission, key: bytes) -> Verdict:
+        first = admission.blocked.setdefault(key[-4:], key)
         return Verdict.WAIT if first == key else Verdict.REFUSE
+
+    # --- several groups ---
+
+    def _cut_the_first(
+        self, admission: Admission, group: bytes, position_of: PositionOf | None
+    ) -> bool:
+        """A window finds no room because the prefix took it all: cut the prefix."""
+        first = next(iter(admission.queue), b"")[-4:]
+        count = sum(key[-4:] == first for key in admission.queue)
+        if first in (b"", group) or first in admission.full or count < 2:
+            return False
+        admission.full.add(first)
+        self._cut(admission, first, None, position_of)
+        return True
+
+    def _cut(
+        self,
+        admission: Admission,
+        group: bytes,
+        refused: bytes | None,
+        position_of: PositionOf | None,
+    ) -> None:
+        """The group ends here: give a part of it back to the windows, note where."""
+        queued = [key for key in admission.queue if key[-4:] == group]
+        ends = [position_of(key) if position_of else None for key in (*queued, refused) if key]
+        if None not in ends and len(ends) > 1 and ends[0] > ends[-1]:  # type: ignore[operator]
+            return  # a window, searched from right to left
+        kept = max(1, int(len(queued) * _CUT))
+        for key in queued[kept:]:
+            self._book.dequeue(admission, key)
+        end = ends[min(kept, len(ends) - 1)]
+        admission.limit = -1 if end is None else min(end, admission.limit or end)
+
+    def _beyond_the_cut(
+        self, admission: Admission, key: bytes, position_of: PositionOf | None
+    ) -> Verdict | None:
+        """None if `key` can still be of use."""
+        assert admission.limit is not None
+        if admission.limit < 0 or position_of is None:
+            # Without positions (vLLM 0.30) the cut is known once what was taken has
+            # landed; until then every group waits.
+            if admission.flying or admission.queue:
+                return self._blocked(admission, key)
+            admission.limit = None
+            return None
+        position = position_of(key)
+        return Verdict.REFUSE if position is not None and position >= admission.limit else None

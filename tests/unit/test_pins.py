@@ -304,15 +304,40 @@ def test_every_group_of_a_waiting_request_waits_at_its_first_key() -> None:
         pool.launch()
 
 
-def test_a_group_waits_for_the_promotions_of_the_one_that_was_cut_short() -> None:
+def test_without_positions_groups_wait_until_the_cut_is_known() -> None:
     pool = Pool(16, groups=2)
     a = pool.request("a")
     one, two = keys(20), keys(4, group=1)
-    assert pool.ask(a, *one).count("TAKE") == 12  # three quarters
+    assert pool.ask(a, *one)[15:18] == ["TAKE", "FULL", "REFUSE"]
+    assert list(a.queue) == one[:12]  # a quarter is given back for windows
     assert pool.ask(a, *two) == ["WAIT"] + ["REFUSE"] * 3
     pool.launch()
     pool.land(a)
     assert pool.ask(a, *two) == ["TAKE"] * 4
+
+
+def test_with_positions_nothing_is_taken_beyond_the_cut() -> None:
+    pool = Pool(16, groups=2)
+    a = pool.request("a")
+    one, two = keys(20), keys(20, group=1)
+    position_of = {key: i for group in (one, two) for i, key in enumerate(group, 1)}.get
+    for key in one:
+        pool.room.ask(a, key, 0, 16, position_of)
+    assert a.limit == 13
+    verdicts = [pool.room.ask(a, key, 0, 16, position_of).name for key in reversed(two)]
+    assert verdicts[:8] == ["REFUSE"] * 8
+    assert verdicts[8:12] == ["TAKE"] * 4
+
+
+def test_a_window_without_room_cuts_the_prefix_that_took_it_all() -> None:
+    pool = Pool(16, groups=2)
+    a = pool.request("a")
+    one, two = keys(16), keys(16, group=1)
+    position_of = {key: i for group in (one, two) for i, key in enumerate(group, 1)}.get
+    for key in (*one, *reversed(two[8:])):
+        pool.room.ask(a, key, 0, 16, position_of)
+    assert a.limit == 13
+    assert list(a.queue) == [*one[:12], *reversed(two[8:12])]
 
 
 # --- everything comes back ---
