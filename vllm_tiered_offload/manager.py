@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from vllm_tiered_offload.compat import call
 from vllm_tiered_offload.pins import Admission, PinBook, PinSettings
-from vllm_tiered_offload.promotion import enlist, free_chunks, group_count, reserve
+from vllm_tiered_offload.promotion import enlist, free_chunks, group_count, ready, reserve
 from vllm_tiered_offload.room import Room, Verdict
 from vllm_tiered_offload.transfers import OpenTransfers
 
@@ -124,16 +124,19 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         return verdict is Verdict.TAKE
 
     def _flush_pending_promotions(self) -> None:
+        pool = self.primary_tier
         for admission in self._book.end_step():
-            self._pin(admission, self._room.pinnable_hits(admission))
+            context = admission.request
+            # 0.33 ends the step after its stores: they may have evicted hits and
+            # taken room since the look-ups.
+            hits = self._room.pinnable_hits(admission)
+            self._pin(admission, ready(pool, context, hits))
             tiers = self._book.drop_queue(admission)
-            # A store of this step may have taken room since they were queued.
-            keys = list(tiers)[: max(0, free_chunks(self.primary_tier))]
-            rows = reserve(self.primary_tier, admission.request, keys)
+            rows = reserve(pool, context, list(tiers)[: max(0, free_chunks(pool))])
             if rows:
                 self._book.launched(admission, rows)
-                enlist(self._pending_load_submissions, admission.request, rows, tiers)
-                self._note_sources(admission.request.req_id, rows, tiers)
+                enlist(self._pending_load_submissions, context, rows, tiers)
+                self._note_sources(context.req_id, rows, tiers)
         super()._flush_pending_promotions()
 
     def _note_sources(

@@ -216,6 +216,7 @@ class PinBook:
             return []
         mine = admission.flying.intersection(keys)
         admission.flying -= mine
+        mine -= admission.pinned
         return [] if admission.expired else [key for key in ok if key in mine]
 
     def pin(self, admission: Admission, keys: Iterable[bytes]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     PendingPromotion,
@@ -19,6 +19,13 @@ Pending = dict[int, dict[str, PendingPromotion]]
 def free_chunks(pool: CPUPrimaryTierOffloadingManager) -> int:
     """Rows that are free or could be evicted now."""
     return int(pool._get_num_free_chunks() + pool._num_evictable_cache_chunks)
+
+
+def ready(
+    pool: CPUPrimaryTierOffloadingManager, context: ReqContext, keys: Sequence[OffloadKey]
+) -> list[OffloadKey]:
+    """Those of `keys` that can be read from the pool."""
+    return [key for key in keys if pool.lookup(key, context) is LookupResult.HIT]
 
 
 def reserve(

@@ -153,6 +153,25 @@ def test_the_resident_head_is_held_with_the_promoted_tail() -> None:
     assert ours.tier.loads == keys[10:]
 
 
+def test_hits_that_a_store_of_the_same_step_evicts_are_not_pinned() -> None:
+    ours = bench(ALL, chunks=16)
+    keys = chain(1, 12)
+    first = ours.request("first", keys)
+    ours.store(first, keys[:6])
+    ours.finish(first)
+    ours.end_step()
+    ours.stored(keys)
+    prompt = ours.request("r", keys)
+    assert not ours.try_start(prompt)
+    other = ours.request("o", more := chain(2, 16))
+    assert ours.store(other, more[:14]) == more[:14]  # four of the six are gone
+    ours.end_step()
+    assert ours.run(prompt) is not None
+    for request in (prompt, other):
+        ours.finish(request)
+    ours.assert_idle()
+
+
 def test_a_prefix_that_fills_the_pool_starts_at_once() -> None:
     ours = bench(ALL)
     keys = chain(1, POOL + 30)
