@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Set everything up and pass all checks and tests. Arguments go to pytest, for
-# example: scripts/test.sh -m 'not engine' (everything that starts no engine).
+# Set everything up and pass all checks and tests. Arguments go to pytest in place
+# of the checks, for example:
+#   scripts/test.sh -m 'not engine'     everything that starts no engine
+#   scripts/test.sh -m 'slow'           more engines than CI has time for, and long stresses
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(scripts/setup_env.sh cpu,dev | tail -n 1)"
@@ -13,5 +15,8 @@ if [ $# -eq 0 ]; then
     "$python" -m ruff format --check .
     "$python" -m ruff check .
     "$python" -m mypy
+fi
+if [ $# -eq 0 ]; then
+    set -- -m 'not (slow and engine)'
 fi
 exec "$python" -m pytest "$@"

@@ -115,7 +115,8 @@ class AlignedSpec:
             rank=0 if self.replicated_layout else rank,
             joining_rank=rank,
             scheduler_joins=self.TIERING,
-            facts=collect_facts(self, kv_caches),
+            # Only tiers outlive the engine and have to know what they keep.
+            facts=collect_facts(self, kv_caches) if self.TIERING else None,
             **self._region_arguments(),
         )
 
