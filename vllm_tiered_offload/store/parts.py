@@ -47,7 +47,23 @@ class Catalogue:
             self._segments[segment.path] = segment
             self.leftovers.discard(segment.path)
             self.strangers.discard(segment.path)
-            return before if before is not segment else None
+            return before
+
+    def find(self, segment: Segment) -> bool:
+        """Adds what a listing showed; False if its slot has an entry by now."""
+        with self._lock:
+            if segment.path in self._segments:
+                return False
+            self._segments[segment.path] = segment
+            self.leftovers.discard(segment.path)
+            self.strangers.discard(segment.path)
+            return True
+
+    def find_odd(self, path: str, *, leftover: bool) -> None:
+        """As ``find``, of a file that is no segment."""
+        with self._lock:
+            if path not in self._segments:
+                (self.leftovers if leftover else self.strangers).add(path)
 
     def clear(self) -> None:
         with self._lock:
@@ -102,11 +118,19 @@ class Parts:
         """Bytes a payload takes in a file."""
         return fmt.round_up(self.chunk_bytes, self.root.geometry.page_bytes)
 
-    def meet(self, segment: Segment) -> None:
-        """A segment is there; what its slot held before is not."""
+    def made(self, segment: Segment) -> None:
+        """A writer has a new segment; what its slot held before is not there any more."""
         before = self.catalogue.put(segment)
+        self.slots.in_the_making.discard(segment.sequence)
         if before is not None:
             self.lose(before)
+
+    def found(self, segment: Segment) -> bool:
+        """A file is there that was not known. False if a writer of this process made it:
+        that is for the writer to enter, whose view of it is the better one."""
+        return (
+            segment.sequence not in self.slots.in_the_making and self.catalogue.find(segment)
+        )
 
     def lose(self, segment: Segment) -> None:
         """Somebody else removed or replaced it."""

@@ -184,14 +184,15 @@ class Refresher:
         parts.slots.note_sequence(header.sequence)
         segment = Segment(parts.number, path, header, State.CLOSED)
         segment.identity = identity
-        if not self._recovering:  # not there at the start: somebody else is storing
-            parts.others_store_until = parts.clock() + REMEMBER_OTHERS
+        # Whether another namespace's segment still has a writer is for its lock to say,
+        # when it comes to evicting it.
         if self._is_ours(header):
             segment.state = State.OPEN
             parts.index.register(segment)
-        # Whether another namespace's segment still has a writer is for its lock to say,
-        # when it comes to evicting it.
-        parts.meet(segment)
+        if not parts.found(segment):
+            parts.index.drop(segment)
+        elif not self._recovering:  # not there at the start: somebody else is storing
+            parts.others_store_until = parts.clock() + REMEMBER_OTHERS
 
     @property
     def _reader(self) -> SegmentReader:
@@ -289,10 +290,8 @@ class Refresher:
 
     def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
         catalogue = self._parts.catalogue
-        if kind in (Kind.EMPTY, Kind.DAMAGED) and path not in catalogue.strangers:
-            catalogue.leftovers.add(path)
-        else:
-            catalogue.strangers.add(path)
+        removable = kind in (Kind.EMPTY, Kind.DAMAGED) and path not in catalogue.strangers
+        catalogue.find_odd(path, leftover=removable)
         if kind is Kind.NEWER:
             self._report(path, identity, "newer", "written by a newer version; left alone")
         elif kind is Kind.DAMAGED:

@@ -59,6 +59,7 @@ class Slots:
         self._sparse = False  # the file system does not preallocate
         self._sequences = threading.Lock()
         self._highest_sequence = 0  # of all segments seen; a lost root.lock starts above it
+        self.in_the_making: set[int] = set()  # sequences of files that no writer knows yet
 
     def list(self) -> dict[int, str]:
         """Slots in use, by number. Raises OSError when the directory cannot be read."""
@@ -124,9 +125,11 @@ class Slots:
         )
         fd = self._io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         locks.keep(fd)
+        self.in_the_making.add(sequence)
         try:
             self._prepare(fd, header)
         except BaseException:
+            self.in_the_making.discard(sequence)
             with contextlib.suppress(OSError):
                 self._syscalls.ftruncate(fd, 0)
             with contextlib.suppress(OSError):

@@ -228,7 +228,7 @@ class Writer:
         new = self._create()
         segment = Segment(self._parts.number, new.path, new.header, State.OWN)
         self._parts.index.register(segment)
-        self._parts.meet(segment)
+        self._parts.made(segment)
         self._log = SegmentLog(segment, new.fd, self._parts.io)
         self._new_segment()
         return self._log
