@@ -51,8 +51,14 @@ class Index:
         *,
         announce: bool = True,
     ) -> None:
-        """Appends chunks to the segment and makes it their place."""
+        """Appends chunks to the segment and makes it their place.
+
+        This, ``offer`` and ``move`` do nothing for a segment that is gone: a key placed in it
+        would be found for ever and never be loaded.
+        """
         with self.lock:
+            if segment.gone:
+                return
             first = self._append(segment, keys, offsets, checksums)
             self.places.update(zip(keys, range(first, first + len(keys)), strict=True))
             if announce:
@@ -70,10 +76,14 @@ class Index:
         The older copy is the first to be evicted.
         """
         with self.lock:
+            if segment.gone:
+                return
             first = self._append(segment, keys, offsets, checksums)
         for start in range(0, len(keys), _BATCH):
             batch = slice(start, start + _BATCH)
             with self.lock:
+                if segment.gone:
+                    return
                 self._tell(False, self._offer(segment, first + start, keys[batch]))
 
     def _offer(self, segment: Segment, first: int, keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -102,6 +112,8 @@ class Index:
     ) -> None:
         """Appends copies of chunks; those that are still at their old place move here."""
         with self.lock:
+            if segment.gone:
+                return
             place = self._append(segment, keys, offsets, checksums)
             for key, old in zip(keys, old_places, strict=True):
                 if self.places.get(key) == old:
@@ -116,6 +128,8 @@ class Index:
     def drop(self, segment: Segment) -> list[bytes]:
         """Forgets a segment; returns the keys that were readable from it and no longer are."""
         removed: list[bytes] = []
+        with self.lock:
+            segment.gone = True  # before its keys are counted: none is added any more
         for start in range(0, len(segment.keys), _BATCH):
             with self.lock:
                 place = segment.ordinal << RECORD_BITS | start

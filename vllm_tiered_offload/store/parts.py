@@ -128,9 +128,7 @@ class Parts:
     def found(self, segment: Segment) -> bool:
         """A file is there that was not known. False if a writer of this process made it:
         that is for the writer to enter, whose view of it is the better one."""
-        return (
-            segment.sequence not in self.slots.in_the_making and self.catalogue.find(segment)
-        )
+        return segment.sequence not in self.slots.in_the_making and self.catalogue.find(segment)
 
     def lose(self, segment: Segment) -> None:
         """Somebody else removed or replaced it."""
@@ -140,8 +138,7 @@ class Parts:
 
     def forget(self, segment: Segment) -> int:
         """A segment is gone: returns how many chunks went with it."""
-        segment.gone = True
-        removed = self.index.drop(segment) if segment.ordinal >= 0 else []
+        removed = self.index.drop(segment)
         self.catalogue.remove(segment)
         self.descriptors.forget(segment)
         with self.policy_lock:
