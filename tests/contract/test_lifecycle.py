@@ -71,6 +71,16 @@ def test_a_request_that_starts_without_a_load_gives_up_its_pins(ours: Bench) -> 
     assert ours.manager._book.counts()["pinned"] == 0
 
 
+def test_a_resumed_request_gives_up_its_pins_when_it_stores(ours: Bench) -> None:
+    # vLLM names new requests at the step's end, resumed ones it does not.
+    prompt = ours.request("r", keys := chain(1, 8))
+    ours.stored(keys)
+    ours.step(prompt)
+    ours.end_step()
+    ours.manager.prepare_store(chain(2, 1), prompt.context)
+    assert ours.manager._book.counts()["pinned"] == 0
+
+
 def test_a_promotion_that_lands_after_the_start_is_not_pinned(ours: Bench) -> None:
     ours.tier.slow = True
     prompt = ours.request("r", keys := chain(1, POOL))

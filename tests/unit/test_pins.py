@@ -269,6 +269,13 @@ def test_most_of_what_could_be_had_is_enough() -> None:
     assert pool.ask(pool.request("a"), *keys(80))[73:76] == ["TAKE", "WAIT", "REFUSE"]
 
 
+def test_with_windows_most_is_not_enough() -> None:
+    # A part of a prefix is of use only where a window ends.
+    pool = Pool(100, groups=2)
+    hold(pool, 5)
+    assert "WAIT" in pool.ask(pool.request("a"), *keys(100))
+
+
 def test_patience_counts_over_the_whole_admission() -> None:
     pool = Pool(10, PinSettings(max_share=1.0, store_headroom=0.0, patience=1.0))
     hold(pool, 8)
