@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from vllm_tiered_offload.store.api import StoreError
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
+LONGEST_WAIT = 10.0  # seconds
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 _held: set[int] = set()  # descriptors that carry a lock in this process
 
@@ -60,6 +61,24 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def wait_lock(
+    fd: int,
+    path: str,
+    timeout: float = LONGEST_WAIT,
+    *,
+    shared: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Locks as soon as nobody else does. Raises StoreError after ``timeout`` seconds."""
+    end = clock() + timeout
+    pause = _FIRST_PAUSE
+    while not try_lock(fd, shared=shared):
+        if clock() > end:
+            raise StoreError(f"{path} was not to be had for {timeout:.0f} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 def unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -95,25 +114,16 @@ class RootLock:
         self._clock = clock
 
     @contextlib.contextmanager
-    def hold(self, timeout: float = 10.0) -> Iterator[int]:
+    def hold(self, timeout: float = LONGEST_WAIT) -> Iterator[int]:
         """The locked descriptor of root.lock. Raises StoreError after ``timeout`` seconds."""
         fd = self._syscalls.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         keep(fd)
         try:
             if self.works:
-                self._wait(fd, timeout)
+                wait_lock(fd, self.path, timeout, clock=self._clock)
             yield fd
         finally:
             close(fd)
-
-    def _wait(self, fd: int, timeout: float) -> None:
-        end = self._clock() + timeout
-        pause = _FIRST_WAIT
-        while not try_lock(fd):
-            if self._clock() > end:
-                raise StoreError(f"{self.path} was not to be had for {timeout:.0f} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_WAIT)
 
 
 def probe(directory: str, syscalls: Syscalls) -> str | None:

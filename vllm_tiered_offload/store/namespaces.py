@@ -33,16 +33,26 @@ def enter(root: Root, namespace: Namespace) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         locks.keep(fd)
         if root.lock.works:
-            locks.try_lock(fd, shared=True)
+            try:
+                # Who asks for a namespace's owner holds its lock for a moment.
+                locks.wait_lock(fd, path, shared=True)
+            except OSError:
+                locks.close(fd)
+                raise
         return fd
 
 
 def is_alive(root: Root, fingerprint: str) -> bool:
-    """Whether some process holds a private namespace. No manifest: no owner."""
+    """Whether some process holds a private namespace. No manifest: no owner.
+
+    Of two that ask at once one is told yes. Where that matters, ask under the root lock.
+    """
     try:
         fd = os.open(manifest_path(root, fingerprint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True  # nobody can tell; the careful answer
     try:
         return root.lock.works and not locks.try_lock(fd)
     except OSError:

@@ -126,11 +126,14 @@ class Reclaimer:
         return not self._parts.slots.has_free_space(wanted)
 
     def _candidates(self) -> Iterator[Segment]:
-        """Victims in order: of dead private namespaces, then the oldest. Needs no lock."""
+        """Victims in order: of dead private namespaces, then the oldest."""
         parts = self._parts
         parts.drain_hits()
         closed = [segment for segment in parts.catalogue.closed() if not segment.undeletable]
-        useless = self._dead_namespaces(closed)
+        useless: set[str] = set()
+        if any(segment.header.private for segment in closed):
+            with parts.root.lock.hold():
+                useless = self._dead_namespaces(closed)
         closed.sort(key=lambda segment: segment.header.fingerprint not in useless)  # stable
         recent = parts.clock() - HIT_GRACE
         cold = [segment for segment in closed if segment.hit_at < recent]
@@ -138,7 +141,10 @@ class Reclaimer:
         return (segment for segment in [*cold, *warm] if segment.loads == 0)
 
     def _dead_namespaces(self, segments: Sequence[Segment]) -> set[str]:
-        """Private namespaces whose process is gone: nothing in them can be hit again."""
+        """Private namespaces whose process is gone: nothing in them can be hit again.
+
+        Under the root lock: of two that ask at once, one would take the other for the owner.
+        """
         private = {
             segment.header.fingerprint for segment in segments if segment.header.private
         } - {self._parts.namespace.fingerprint}
@@ -158,7 +164,8 @@ class Reclaimer:
         """Removes this segment, if it lets itself be removed."""
         with self._parts.root.lock.hold():
             claim = self._claim(segment)
-        return claim is not None and self._finish(segment, claim)
+            expired = claim is not None and bool(self._dead_namespaces([segment]))
+        return claim is not None and self._finish(segment, claim, expired=expired)
 
     def _claim(self, segment: Segment) -> int | None:
         """The victim's locked descriptor, once nothing here reads it. Under the root lock."""
@@ -177,9 +184,8 @@ class Reclaimer:
             segment.gone = True
         return claim
 
-    def _finish(self, segment: Segment, fd: int) -> bool:
+    def _finish(self, segment: Segment, fd: int, *, expired: bool) -> bool:
         parts = self._parts
-        expired = bool(self._dead_namespaces([segment]))
         chunks = parts.forget(segment)
         with parts.watch.operation():
             removal = parts.slots.finish(segment.path, fd)

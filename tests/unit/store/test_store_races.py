@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import threading
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from harness import KIB, MIB, Engine, keys, segments, wait_for
 
+from vllm_tiered_offload.store import Namespace, locks, namespaces
 from vllm_tiered_offload.store.recovery import SegmentReader
 from vllm_tiered_offload.store.syscalls import Syscalls
 
@@ -90,3 +93,75 @@ def test_what_is_written_to_a_file_removed_meanwhile_is_a_miss_and_can_be_stored
         engine.put(keys(20))
         assert engine.held(keys(20)) == keys(20)
         assert engine.get(keys(20)) == keys(20)
+
+
+def test_a_private_namespace_entered_while_somebody_asks_for_its_owner_is_alive(
+    root: Path,
+) -> None:
+    """Asking takes the lock for a moment; the owner must have it all the same."""
+    own = Namespace("e" * 32, {}, True)
+    with Engine(root, **SMALL) as other:
+        there = other.store._disks[0].parts.root
+        fd = namespaces.enter(there, own)  # so that there is a manifest
+        assert fd is not None
+        locks.close(fd)
+        asker = os.open(namespaces.manifest_path(there, own.fingerprint), os.O_RDWR)
+        assert locks.try_lock(asker)
+        timer = threading.Timer(0.1, os.close, [asker])
+        timer.start()
+        with Engine(root, namespace=own, **SMALL):
+            timer.join()
+            assert namespaces.is_alive(there, own.fingerprint)
+        assert not namespaces.is_alive(there, own.fingerprint)
+
+
+def test_two_that_ask_for_one_owner_are_no_owner(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both evictors of a full root want to know at once whether a namespace is dead."""
+    both, try_lock = threading.Barrier(2), locks.try_lock
+
+    def slow_try(fd: int, *, shared: bool = False) -> bool:
+        got = try_lock(fd, shared=shared)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("d.json"):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.2)
+        return got
+
+    dead = Namespace("d" * 32, {}, True)
+    with Engine(root, **SMALL) as oldest:
+        oldest.put(keys(20))
+    with Engine(root, namespace=dead, **SMALL) as engine:
+        engine.put(keys(60))
+    with Engine(root, **SMALL) as one, Engine(root, **SMALL) as two:
+        monkeypatch.setattr(locks, "try_lock", slow_try)
+        answers: list[set[str]] = []
+
+        def ask(engine: Engine) -> None:
+            victims = engine.store._disks[0]._reclaimer._candidates()
+            answers.append({segment.header.fingerprint for segment in [next(victims)]})
+
+        askers = [threading.Thread(target=ask, args=[each]) for each in (one, two)]
+        one.put(keys(60, 100))
+        wait_for(lambda: two.store.stats().roots[0].used_slots == 5)
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        assert answers == [{dead.fingerprint}] * 2
+        monkeypatch.undo()
+
+
+def test_a_manifest_that_cannot_be_opened_is_no_dead_owner(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Namespace("e" * 32, {}, True)
+    with Engine(root, namespace=own, **SMALL) as engine:
+        there = engine.store._disks[0].parts.root
+
+        def no_descriptor(*_: object, **__: object) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", no_descriptor)
+            assert namespaces.is_alive(there, own.fingerprint)
