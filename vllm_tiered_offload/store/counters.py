@@ -21,7 +21,7 @@ evicted_bytes         of segments removed; expired_bytes: of those, of private
 lost_segments/_chunks removed by another process, or by hand
 adopted_segments      of dead writers, read without a footer
 removed_leftovers     empty or unreadable files removed
-damaged.PART          files skipped or scanned because of it: header, footer
+damaged.PART          files skipped or scanned because of it: header, footer, unreadable
 newer_segments        of a newer format version, left alone
 undeletable_segments  victims that could not be removed
 direct_refusals       calls that did not work with O_DIRECT

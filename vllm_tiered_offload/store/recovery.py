@@ -129,12 +129,12 @@ class SegmentReader:
     def _tables(
         self, fd: int, header: fmt.PageBlock, offset: int
     ) -> Iterator[tuple[fmt.TableHeader, fmt.Records]]:
-        page = header.page_bytes
+        page, start = header.page_bytes, offset
         trailer_at = header.segment_bytes - page
         while offset < trailer_at:
             length = min(_READ_BYTES, _largest_table(header), trailer_at - offset)
-            table = self._read(fd, offset, length // page * page)
             try:
+                table = self._read(fd, offset, length // page * page)
                 front = fmt.unpack_table_header(table, fmt.EXTENT_MAGIC, offset)
                 if front.pages * page > len(table):
                     table = self._read(fd, offset, min(front.pages * page, trailer_at - offset))
@@ -144,6 +144,10 @@ class SegmentReader:
                     return
                 _check_offsets(records, header, trailer_at)
             except fmt.FormatError:
+                return
+            except OSError:  # a bad sector ends what can be read, as a damaged table does
+                if offset == start:
+                    raise
                 return
             yield found, records.copy()
             offset = end

@@ -164,6 +164,7 @@ class Refresher:
         except FileNotFoundError:
             return
         except OSError as error:
+            self._parts.catalogue.find_odd(path, leftover=False)
             self._report(path, (0, 0), "unreadable", str(error))
 
     def _examine(self, path: str, known: Segment | None, identity: tuple[int, int]) -> None:
@@ -231,6 +232,8 @@ class Refresher:
                 self._finish(fd, segment)
                 info = os.fstat(fd)
                 segment.identity = (info.st_ino, info.st_ctime_ns)
+        except OSError as error:  # one bad sector: the other segments are none the worse
+            self._report(segment.path, (0, 0), "unreadable", str(error))
         finally:
             os.close(fd)
 
@@ -261,14 +264,16 @@ class Refresher:
         """Nobody writes it any more: footer if there is one, else all that can be trusted."""
         try:
             records = self._reader.footer(fd, segment.header)
-        except fmt.FormatError as error:
+        except (OSError, fmt.FormatError) as error:
             self._report(segment.path, (0, 0), "footer", str(error))
             records = None
-        if records is not None:
-            self._take(segment, records[len(segment.keys) :])
-        else:
-            self._adopt(fd, segment)
-        segment.state = State.CLOSED
+        try:
+            if records is not None:
+                self._take(segment, records[len(segment.keys) :])
+            else:
+                self._adopt(fd, segment)
+        finally:
+            segment.state = State.CLOSED
 
     def _adopt(self, fd: int, segment: Segment) -> None:
         """A dead writer's: above its last mark only payloads that prove themselves."""

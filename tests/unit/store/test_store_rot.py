@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from harness import CHUNK, KIB, MIB, Engine, keys, segments, wait_for
 
 from vllm_tiered_offload.store import format as fmt
+from vllm_tiered_offload.store.syscalls import Syscalls
 
 SMALL: dict[str, object] = {"max_bytes": 16 * MIB, "segment_bytes": 512 * KIB}
 WANTED = keys(100)
@@ -206,3 +208,40 @@ def test_root_json_of_another_format_is_refused(filled: Path) -> None:
     (filled / "root.json").write_text(text.replace('"format": 1', '"format": 2'))
     with pytest.raises(OSError, match="format 2"):
         Engine(filled, **SMALL)
+
+
+class BadSector(Syscalls):
+    """Reads that touch this place of a segment file fail."""
+
+    def __init__(self, name: str, start: int, end: int) -> None:
+        self.name, self.start, self.end = name, start, end
+
+    def preadv(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+        last = offset + sum(map(len, buffers))
+        touches = offset < self.end and last > self.start
+        if touches and os.readlink(f"/proc/self/fd/{fd}").endswith(self.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("where", ["header", "footer", "table"])
+def test_a_bad_sector_costs_a_segment_and_not_the_start(root: Path, where: str) -> None:
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(60))
+        engine.put(keys(60, 100))
+    place = {
+        "header": (0, 4096),
+        "footer": (504 * KIB, 512 * KIB),
+        "table": (4096, 512 * KIB),
+    }[where]
+    calls = BadSector("000000.seg", *place)
+    with Engine(root, syscalls=calls, **SMALL) as engine:
+        there = engine.held(keys(160))
+        assert engine.get(there) == there
+        assert len(there) >= (120 if where == "footer" else 85)
+        refresher = engine.store._disks[0]._refresher
+        seen = refresher._refreshes
+        wait_for(lambda: refresher._refreshes > seen + 3)  # it goes on, and at its pace
+        assert engine.counter("damaged.unreadable") + engine.counter("damaged.footer") >= 1
+        engine.put(keys(2000, 1000))
+        assert engine.store.stats().dropped_chunks == {}
