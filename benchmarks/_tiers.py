@@ -24,7 +24,8 @@ from tests.support.tier import job, make_config, make_spec, request
 
 MIB = 1 << 20
 SEGMENT_BYTES = 256 * MIB  # and the length of fio's files
-POLL_SECONDS = 0.002
+IO_BYTES = 16 * MIB  # in one call of ours
+POLL_SECONDS = 0.005  # a fast engine step; polling itself costs CPU
 SLICE_SECONDS = 100e-6
 SLICES_PER_POLL = 20
 
@@ -83,6 +84,7 @@ def make_ours(root: Path, rows: Rows, readers: int, writers: int) -> Any:
         "root_dir": str(root),
         "max_bytes": max(64 * SEGMENT_BYTES, 2 * total),
         "store_queue_bytes": 2 * total,
+        "io_bytes": IO_BYTES,
         "n_read_threads": readers,
         "n_write_threads": writers,
         "cache_namespace": "benchmark",
@@ -219,12 +221,13 @@ def has_fio() -> bool:
     return shutil.which("fio") is not None
 
 
-def run_fio(root: Path, direction: str, chunk_bytes: int, total: int, depth: int) -> Transfer:
+def run_fio(root: Path, direction: str, chunk_bytes: int, total: int, calls: int) -> Transfer:
     """fio on the same layout: files of a segment's length, preallocated, written once.
 
     `direction` "write" makes the files and "read" reads them; both use one thread, direct
-    I/O, a block of one chunk and so many blocks in flight.
+    I/O, a block of one chunk, and as many bytes in flight as so many calls of ours.
     """
+    depth = max(1, calls * IO_BYTES // chunk_bytes)
     files = -(-total // SEGMENT_BYTES)
     blocks = max(1, total // files // chunk_bytes)
     command = (

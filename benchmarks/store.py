@@ -42,7 +42,7 @@ from rich.table import Table
 from vllm_tiered_offload.config import parse_size
 
 OURS, VLLM, FIO = "odirect_fs", "vllm-fs", "fio"
-DIRECTIONS = {"store": "write", "load": "read"}
+DIRECTIONS = ("store", "load")
 
 
 @dataclass
@@ -66,7 +66,6 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     readers: Annotated[int, typer.Option(min=1, help="n_read_threads")] = 4,
     writers: Annotated[int, typer.Option(min=1, help="n_write_threads")] = 1,
-    depth: Annotated[int, typer.Option(min=1, help="fio's blocks in flight")] = 16,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     logging.disable(logging.WARNING)
@@ -84,7 +83,7 @@ def main(
                 place = Path(scratch) / name
                 place.mkdir()
                 if name == FIO:
-                    _fio_round(into, place, chunk_bytes, count * chunk_bytes, depth)
+                    _fio_round(into, place, chunk_bytes, count * chunk_bytes, readers, writers)
                 else:
                     make = ours if name == OURS else make_vllm_fs
                     _tier_round(into, make, place, rows, per_job)
@@ -106,9 +105,11 @@ def _available(names: list[str]) -> list[str]:
     return names
 
 
-def _fio_round(into: Samples, place: Path, chunk_bytes: int, total: int, depth: int) -> None:
-    for direction, fio_name in DIRECTIONS.items():
-        into.transfers[direction].append(run_fio(place, fio_name, chunk_bytes, total, depth))
+def _fio_round(
+    into: Samples, place: Path, chunk_bytes: int, total: int, readers: int, writers: int
+) -> None:
+    for direction, fio_name, calls in (("store", "write", writers), ("load", "read", readers)):
+        into.transfers[direction].append(run_fio(place, fio_name, chunk_bytes, total, calls))
 
 
 def _tier_round(
