@@ -126,9 +126,12 @@ class Parts:
             self.lose(before)
 
     def found(self, segment: Segment) -> bool:
-        """A file is there that was not known. False if a writer of this process made it:
-        that is for the writer to enter, whose view of it is the better one."""
-        return segment.sequence not in self.slots.in_the_making and self.catalogue.find(segment)
+        """A file is there that was not known. False if it is here only because a writer of
+        this process has not entered it yet, or because it is being evicted."""
+        slots, sequence = self.slots, segment.sequence
+        if sequence in slots.in_the_making or sequence in slots.removed:
+            return False
+        return self.catalogue.find(segment)
 
     def lose(self, segment: Segment) -> None:
         """Somebody else removed or replaced it."""

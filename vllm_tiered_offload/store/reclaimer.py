@@ -182,6 +182,7 @@ class Reclaimer:
                 locks.close(claim)
                 return None
             segment.gone = True
+            parts.slots.removed.append(segment.sequence)
         return claim
 
     def _finish(self, segment: Segment, fd: int, *, expired: bool) -> bool:
@@ -191,6 +192,7 @@ class Reclaimer:
             removal = parts.slots.finish(segment.path, fd)
         if removal is not Removal.DONE:
             self._give_up(segment)
+            parts.catalogue.find_odd(segment.path, leftover=False)
             return False
         size = segment.header.segment_bytes
         parts.counters.add(evicted_segments=1, evicted_chunks=chunks, evicted_bytes=size)

@@ -14,6 +14,7 @@ import errno
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class Slots:
         self._sequences = threading.Lock()
         self._highest_sequence = 0  # of all segments seen; a lost root.lock starts above it
         self.in_the_making: set[int] = set()  # sequences of files that no writer knows yet
+        self.removed: deque[int] = deque(maxlen=1024)  # ... of files that go, or should have
 
     def list(self) -> dict[int, str]:
         """Slots in use, by number. Raises OSError when the directory cannot be read."""

@@ -165,3 +165,48 @@ def test_a_manifest_that_cannot_be_opened_is_no_dead_owner(
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", no_descriptor)
             assert namespaces.is_alive(there, own.fingerprint)
+
+
+def test_a_refresh_does_not_bring_back_what_is_being_evicted(root: Path) -> None:
+    """Between forgetting a segment and truncating its file the file looks like a new one."""
+
+    class Slow(Syscalls):
+        def ftruncate(self, fd, length):  # type: ignore[no-untyped-def]
+            if length == 0 and not found:
+                seen = refreshes(engine)
+                wait_for(lambda: refreshes(engine) > seen + 2)
+                found.append(engine.store.stats().chunks)
+                found.append(len(set(engine.held(keys(31)))))
+            super().ftruncate(fd, length)
+
+    found: list[int] = []
+    with Engine(root, syscalls=Slow(), **SMALL) as engine:
+        start = 0
+        while not engine.counter("evicted_segments"):
+            engine.put(keys(31, start))
+            start += 31
+        wait_for(lambda: found)
+        assert found[1] == 0
+        assert engine.counter("lost_segments") == 0
+        assert engine.store._disks[0].parts.others_store_until < 0
+
+
+def test_a_file_that_will_not_shrink_is_tried_once(root: Path) -> None:
+    class Stubborn(Syscalls):
+        tried = 0
+
+        def ftruncate(self, fd, length):  # type: ignore[no-untyped-def]
+            if length == 0 and os.readlink(f"/proc/self/fd/{fd}").endswith("0.seg"):
+                self.tried += 1
+                raise OSError(errno.ETXTBSY, os.strerror(errno.ETXTBSY))
+            super().ftruncate(fd, length)
+
+    calls = Stubborn()
+    with Engine(root, syscalls=calls, **SMALL) as engine:
+        for start in range(0, 3000, 60):
+            engine.put(keys(60, start))
+        seen = refreshes(engine)
+        wait_for(lambda: refreshes(engine) > seen + 3)
+        engine.put(keys(600, 5000))
+        assert calls.tried == engine.counter("undeletable_segments") == 3  # slots 0, 10 and 20
+        assert engine.store.stats().dropped_chunks == {}
