@@ -4,8 +4,8 @@
     python benchmarks/host_worker.py --layers 32 --size 128MiB
 
 "idle": the engine's thread waits; "busy": it runs Python without a pause, and a copy that
-gives up the GIL for every page waits for it as often. "page by page" is that copy: the
-worker's own fallback, with one memmove a page.
+gives up the GIL for every page may wait for it as often. "page by page" is that copy alone,
+"vectors" the other one that the worker has; it begins with the first and may change over.
 """
 
 from __future__ import annotations
@@ -79,10 +79,14 @@ def store(page: int, layers: int, blocks: int) -> Callable[[], None]:
     return run
 
 
-def page_by_page() -> AbstractContextManager[object]:
+def ways() -> dict[str, AbstractContextManager[object]]:
     from vllm_tiered_offload.worker import copy
 
-    return mock.patch.object(copy, "vector_copy_works", return_value=False)
+    return {
+        "worker": nullcontext(),
+        "page by page": mock.patch.object(copy, "vector_copy_works", return_value=False),
+        "vectors": mock.patch.object(copy, "PATIENCE", -1.0),
+    }
 
 
 def main(
@@ -98,7 +102,7 @@ def main(
         moved = blocks * layers * page
         memcpy = median_seconds(lambda: np.copyto(target, source), repeats) / total
         run = store(page, layers, blocks)
-        for name, context in (("worker", nullcontext()), ("page by page", page_by_page())):
+        for name, context in ways().items():
             with context:
                 idle = median_seconds(run, repeats) / moved
                 busy = while_busy(lambda r=run: median_seconds(r, repeats)) / moved

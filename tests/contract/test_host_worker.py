@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -136,17 +140,35 @@ def test_any_transfer_is_exact(case: tuple[Shape, Transfer, int]) -> None:
     check_both_ways(shape, transfer, factor)
 
 
-def test_without_the_vector_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes may forbid process_vm_readv: page by page is slower, not different."""
-    monkeypatch.setattr(copy, "vector_copy_works", lambda: False)
+@pytest.mark.parametrize("allowed", [True, False], ids=["vectors", "no vectors"])
+def test_when_the_engine_holds_the_gil(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """Held up at once, and with process_vm_readv forbidden as sandboxes may do."""
+    monkeypatch.setattr(copy, "PATIENCE", -1.0)
+    monkeypatch.setattr(copy, "vector_copy_works", lambda: allowed)
     transfer = Transfer(((3, 9, 2), (5, 4)), (1, 3), (2, 8, 0, 1))
     check_both_ways(SHARED, transfer, 2)
 
 
-def test_pieces_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More pieces than one call takes, and large ones that do not go through it."""
+def test_held_up_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some pages one by one, the rest by vectors, none of them twice or never."""
+    times = itertools.count()
+    monkeypatch.setattr(copy, "time", SimpleNamespace(perf_counter=lambda: float(next(times))))
+    monkeypatch.setattr(copy, "PATIENCE", 7.0)
+    vectors = mock.Mock(side_effect=copy._copy_vectors)
+    monkeypatch.setattr(copy, "_copy_vectors", vectors)
+    transfer = random_transfer(
+        np.random.default_rng(1), [20], [0], 1, blocks=BLOCKS, chunks=CHUNKS
+    )
+    check_both_ways(ONE_LAYER, transfer, 1)
+    assert [0 < len(call.args[2]) < 20 for call in vectors.call_args_list] == [True, True]
+
+
+@pytest.mark.parametrize("call_bytes", [1 << 30, 200, 90])
+def test_pieces_of_every_size(monkeypatch: pytest.MonkeyPatch, call_bytes: int) -> None:
+    """More pieces, or bytes, than one call takes, and a piece larger than that."""
     monkeypatch.setattr(copy, "IOV_MAX", 3)
-    monkeypatch.setattr(copy, "LARGE", 90)
+    monkeypatch.setattr(copy, "PATIENCE", -1.0)
+    monkeypatch.setattr(copy, "CALL_BYTES", call_bytes)
     rng = np.random.default_rng(1)
     for factor in (1, 8):
         transfer = random_transfer(rng, [20], [3], factor, blocks=BLOCKS, chunks=CHUNKS)

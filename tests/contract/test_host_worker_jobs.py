@@ -213,8 +213,11 @@ class LostRegion(PlainRegion):
 
 
 @pytest.mark.skipif(not copy.vector_copy_works(), reason="memmove would end the process")
-def test_a_copy_that_fails_raises_with_its_cause(caches) -> None:
+def test_a_copy_that_fails_raises_with_its_cause(
+    caches, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM asserts success: raising is the only way to say that a transfer failed."""
+    monkeypatch.setattr(copy, "PATIENCE", -1.0)
     region = LostRegion()
     worker = HostOffloadingWorker(caches, 1, CHUNKS, region)
     worker.submit_store(1, blocks(1), chunks(1))
