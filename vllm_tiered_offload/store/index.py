@@ -145,6 +145,11 @@ class Index:
         get = self.places.get
         return [i for i, key in enumerate(segment.keys) if get(key) == base | i]
 
+    def still_there(self, segment: Segment, records: Iterable[int]) -> bool:
+        """Whether any of these records is the place of its key."""
+        base = segment.ordinal << RECORD_BITS
+        return any(self.places.get(segment.keys[i]) == base | i for i in records)
+
     def clear(self) -> None:
         """Forgets everything; ordinals go on, so that old places mean nothing."""
         with self.lock:

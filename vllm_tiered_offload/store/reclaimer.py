@@ -28,6 +28,9 @@ logger = logging.getLogger("vllm.tiered_offload.store")
 HIT_GRACE = 1.0  # seconds a look-up's HIT keeps a segment: its load is on the way
 # How far others may evict between two looks: one slot in 16, but not fewer than 2.
 NEAR_EVICTION, LEAST_NEAR_EVICTION = 16, 2
+# A second slot per writer is kept free where that costs no more than one slot in 24: the
+# copies for one segment then have the time that another takes to fill.
+SLOTS_TO_SPARE = 24
 COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
 
 Fetch = Callable[[Segment, list[Wanted]], tuple[list[Wanted], list[Problem]]]
@@ -43,6 +46,7 @@ class Reclaimer:
         self.turn = threading.Lock()  # one victim at a time in this process
         self._wake = threading.Event()
         self._starving: set[int] = set()  # writers that wait for a slot
+        self._freed = 0  # segments removed
         self._scratch: memoryview | None = None
 
     def wake(self) -> None:
@@ -50,7 +54,7 @@ class Reclaimer:
         self._wake.set()
 
     def loop(self) -> None:
-        """The thread: keeps one free slot per writer until the pool stops."""
+        """The thread: keeps slots free for the writers until the pool stops."""
         while not self._parts.pool.stopping:
             self._wake.wait(self._parts.settings.refresh_interval)
             self._wake.clear()
@@ -68,7 +72,8 @@ class Reclaimer:
             with self.turn:
                 if self._has_excess():
                     self.trim()
-                if not self._short_of_slots() or not self._evict_one(copy=True):
+                short = self._short_of_slots(self._slots_ahead())
+                if not short or not self._evict_one(copy=True):
                     return
 
     def _rescue_from_others(self) -> None:
@@ -77,7 +82,7 @@ class Reclaimer:
         if parts.clock() > parts.others_store_until or parts.pool.stopping:
             return
         near = max(LEAST_NEAR_EVICTION, parts.root.slots // NEAR_EVICTION)
-        if not self._short_of_slots(near):
+        if not self._short_of_slots(self._slots_ahead() + near):
             return
         with self.turn:
             parts.drain_hits()
@@ -87,12 +92,15 @@ class Reclaimer:
                     self._copy_hot(segment)
 
     def free_one(self) -> bool:
-        """Called by a writer without a slot: evicts one segment at once, copying nothing."""
-        me = threading.get_ident()
+        """Called by a writer without a slot: evicts one segment at once, copying nothing.
+
+        If it had to wait for an eviction, that one is enough.
+        """
+        me, before = threading.get_ident(), self._freed
         self._starving.add(me)
         try:
             with self.turn:
-                return self._evict_one(copy=False)
+                return self._freed > before or self._evict_one(copy=False)
         finally:
             self._starving.discard(me)
 
@@ -118,12 +126,20 @@ class Reclaimer:
         above = (segment for segment in catalogue.closed() if segment.header.slot >= limit)
         return bool(catalogue.leftovers) or any(not found.undeletable for found in above)
 
-    def _short_of_slots(self, spare: int = 0) -> bool:
-        """Whether a writer that fills its segment now would have to wait."""
-        wanted = self._parts.settings.write_threads + spare
+    def _slots_ahead(self) -> int:
+        """How many slots are to be free."""
+        writers = self._parts.settings.write_threads
+        return writers * (2 if self._parts.root.slots >= SLOTS_TO_SPARE * writers else 1)
+
+    def _short_of_slots(self, wanted: int) -> bool:
+        """Whether so many more segments have neither slots nor room."""
         if self._parts.root.slots - len(self._parts.catalogue) < wanted:
             return True
         return not self._parts.slots.has_free_space(wanted)
+
+    def _may_wait(self) -> bool:
+        """Whether each writer has a slot to go on with."""
+        return not self._short_of_slots(self._parts.settings.write_threads)
 
     def _candidates(self) -> Iterator[Segment]:
         """Victims in order: of dead private namespaces, then the oldest."""
@@ -154,8 +170,8 @@ class Reclaimer:
         """Removes the first candidate that lets itself be removed."""
         for segment in self._candidates():
             faults.point("reclaimer.victim_chosen")
-            if copy:
-                self._copy_hot(segment)
+            if copy and not self._copy_hot(segment) and self._may_wait():
+                return False  # until the next segment is open, which has room for the rest
             if self._evict(segment):
                 return True
         return False
@@ -194,6 +210,7 @@ class Reclaimer:
             self._give_up(segment)
             parts.catalogue.find_odd(segment.path, leftover=False)
             return False
+        self._freed += 1
         size = segment.header.segment_bytes
         parts.counters.add(evicted_segments=1, evicted_chunks=chunks, evicted_bytes=size)
         if expired:
@@ -205,16 +222,18 @@ class Reclaimer:
         self._parts.counters.add(undeletable_segments=1)
         logger.warning("%s cannot be removed; it keeps its slot", segment.path)
 
-    def _copy_hot(self, victim: Segment) -> None:
-        """Moves the chunks of ``victim`` that the policy picks, as far as there is room."""
+    def _copy_hot(self, victim: Segment) -> bool:
+        """Moves the chunks of ``victim`` that the policy picks, as far as there is room.
+
+        False if some of them are left.
+        """
         parts = self._parts
-        records = parts.index.live_records(victim) if victim.ordinal >= 0 else []
-        if not records:
-            return
-        with parts.policy_lock:
-            keys = [victim.keys[record] for record in records]
-            chosen = set(parts.policy.choose_copies(keys, self._room()))
-        wanted = [record for record in records if victim.keys[record] in chosen]
+        hot = self._hot_records(victim)
+        self._copy_all(victim, hot[: self._room()])
+        return not parts.index.still_there(victim, hot)
+
+    def _copy_all(self, victim: Segment, wanted: list[int]) -> None:
+        parts = self._parts
         with parts.index.lock:
             if victim.gone:
                 return
@@ -226,6 +245,14 @@ class Reclaimer:
         finally:
             with parts.index.lock:
                 victim.loads -= 1
+
+    def _hot_records(self, victim: Segment) -> list[int]:
+        """Those of its chunks that the policy would move."""
+        records = self._parts.index.live_records(victim) if victim.ordinal >= 0 else []
+        keys = [victim.keys[record] for record in records]
+        with self._parts.policy_lock:
+            chosen = set(self._parts.policy.choose_copies(keys, len(keys)))
+        return [record for record in records if victim.keys[record] in chosen]
 
     def _chunks_per_copy(self) -> int:
         return max(1, min(self._parts.settings.io_bytes // self._parts.stride, IOV_MAX // 3))

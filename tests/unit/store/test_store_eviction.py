@@ -23,6 +23,11 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reclaimer, "HIT_GRACE", 0.0)
 
 
+def has_a_free_slot(engine: Engine) -> bool:
+    (stats,) = engine.store.stats().roots
+    return stats.used_slots < stats.slots
+
+
 def sequences(root: Path) -> list[int]:
     found = []
     for path in segments(root):
@@ -55,10 +60,32 @@ def test_chunks_that_are_hit_survive_and_others_do_not(root: Path) -> None:
         for start in range(1000, 2500, 5):  # many jobs a segment, as on a real disk
             engine.held(hot)
             engine.put(keys(5, start))
-            time.sleep(0.002)
-        assert len(engine.get(hot)) >= 8  # fewer where the machine is too busy to copy in time
+            wait_for(lambda: has_a_free_slot(engine))  # no disk outruns the reclaimer
+        assert engine.get(hot) == hot
         assert engine.held(keys(200, 100)) == []
-        assert engine.store.stats().copied_chunks >= 8
+        assert engine.store.stats().copied_chunks >= 20
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_hot_chunks_wait_for_a_segment_with_room(root: Path) -> None:
+    """With a slot in reserve there is no need to evict before all of them have moved."""
+    with Engine(root, **SMALL) as engine:
+        hot, start = keys(31), 1000
+        engine.put(hot)
+        while (
+            engine.store.stats().roots[0].used_slots < engine.store.stats().roots[0].slots - 2
+        ):
+            engine.put(keys(5, start))
+            start += 5
+        engine.held(hot)
+        while not engine.counter("evicted_segments"):
+            engine.put(keys(5, start))
+            start += 5
+            wait_for(lambda: has_a_free_slot(engine))
+        assert (
+            engine.store.stats().copied_chunks == 31
+        )  # of which one segment could not hold all
+        assert engine.get(hot) == hot
 
 
 @pytest.mark.usefixtures("no_grace")
@@ -74,9 +101,8 @@ def test_a_rotten_chunk_is_not_made_good_by_copying(root: Path) -> None:
         for start in range(1000, 2500, 5):
             engine.held(hot)
             engine.put(keys(5, start))
-            time.sleep(0.001)
-        arrived = engine.get(hot)
-        assert 8 <= len(arrived) <= 19  # every byte is checked by the harness
+            wait_for(lambda: has_a_free_slot(engine))
+        assert len(engine.get(hot)) == 19  # every byte is checked by the harness
 
 
 def test_a_segment_with_loads_in_flight_is_skipped(root: Path) -> None:
@@ -189,3 +215,34 @@ def test_descriptors_stay_few(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert len(engine.get(keys(300))) == 300
         assert len(segments(root)) > 30
         assert len(os.listdir("/proc/self/fd")) - before <= 4 + 2 + 2
+
+
+def test_a_writer_that_waited_for_an_eviction_takes_what_it_freed(root: Path) -> None:
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(600))
+        reclaiming = engine.store._disks[0]._reclaimer
+        answers: list[bool] = []
+        with reclaiming.turn:  # as the reclaimer's thread holds it during an eviction
+            writer = threading.Thread(target=lambda: answers.append(reclaiming.free_one()))
+            writer.start()
+            wait_for(lambda: reclaiming._starving)
+            before = engine.counter("evicted_segments")
+            assert reclaiming._evict_one(copy=False)
+        writer.join()
+        assert answers == [True]
+        assert engine.counter("evicted_segments") == before + 1
+
+
+def test_slots_are_freed_a_segment_ahead_of_need(root: Path) -> None:
+    """So that there is time to copy what is hot. A root of few slots cannot afford it."""
+    with Engine(root, **SMALL) as engine:
+        for start in range(0, 2000, 60):
+            engine.put(keys(60, start))
+        (stats,) = engine.store.stats().roots
+        wait_for(lambda: len(segments(root)) == stats.slots - 2)
+    tiny = root.with_name("tiny")
+    with Engine(tiny, max_bytes=4 * MIB, segment_bytes=512 * KIB) as engine:
+        for start in range(0, 600, 60):
+            engine.put(keys(60, start))
+        (stats,) = engine.store.stats().roots
+        wait_for(lambda: len(segments(tiny)) == stats.slots - 1)
