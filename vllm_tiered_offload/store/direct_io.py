@@ -64,10 +64,11 @@ class BlockIO:
 
     def open(self, path: str, flags: int) -> int:
         """A descriptor, direct if the root is; EINVAL counts as a refusal."""
-        fd = self._open_direct(path, flags) if self.direct else None
+        direct = self.direct  # once: the refusal may be the one that turns it off
+        fd = self._open_direct(path, flags) if direct else None
         if fd is None:
             # open(2) has created the file already when it refuses O_DIRECT.
-            fd = self._syscalls.open(path, flags & ~os.O_EXCL if self.direct else flags)
+            fd = self._syscalls.open(path, flags & ~os.O_EXCL if direct else flags)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             self.last_read_mode = is_direct(fd)
         else:

@@ -232,3 +232,22 @@ def test_a_page_as_large_as_the_file_system_wants(root: Path) -> None:
         assert facts["page_bytes"] == 16384
         engine.put(keys(20))
         assert engine.get(keys(20)) == keys(20)
+
+
+def test_the_refusal_that_turns_direct_io_off_still_makes_its_file(tmp_path: Path) -> None:
+    """open(2) makes the file before it refuses O_DIRECT: the second try finds it there."""
+
+    class Late(Syscalls):
+        def open(self, path, flags, mode=0o600):  # type: ignore[no-untyped-def]
+            fd = super().open(path, flags & ~os.O_DIRECT, mode)
+            if flags & os.O_DIRECT:
+                os.close(fd)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return fd
+
+    io = BlockIO(Late(), PAGE, direct=True)
+    for n in range(4):
+        os.close(io.open(str(tmp_path / f"{n}"), os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    assert not io.direct
+    with pytest.raises(FileExistsError):
+        io.open(str(tmp_path / "0"), os.O_RDWR | os.O_CREAT | os.O_EXCL)
