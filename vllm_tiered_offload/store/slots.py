@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from vllm_tiered_offload.store import faults, locks
 from vllm_tiered_offload.store import format as fmt
-from vllm_tiered_offload.store.api import Namespace
+from vllm_tiered_offload.store.api import Namespace, StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
-from vllm_tiered_offload.store.root import Root, slot_number
+from vllm_tiered_offload.store.root import Root, segment_bytes_needed, slot_number
 from vllm_tiered_offload.store.syscalls import Syscalls, errno_name
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -85,6 +85,7 @@ class Slots:
     def create(self, namespace: Namespace, chunk_bytes: int) -> NewSegment:
         """Takes a slot. Raises NoRoomError, or OSError for what is not about room."""
         with self._root.lock.hold() as lock_fd:
+            self._require_room_for(chunk_bytes)
             if not self.has_free_space():
                 raise NoRoomError("min_free_bytes")
             for slot in self._free_slots():
@@ -99,10 +100,20 @@ class Slots:
                     raise
         raise NoRoomError("all slots are in use")
 
+    def _require_room_for(self, chunk_bytes: int) -> None:
+        """Another process may have settled the geometry of an empty root anew."""
+        geometry = self._root.geometry
+        if geometry.segment_bytes < segment_bytes_needed(chunk_bytes, 1, geometry.page_bytes):
+            raise StoreError(
+                f"segments of {geometry.segment_bytes} bytes, as another process has chosen, "
+                f"cannot hold a chunk of {chunk_bytes} bytes"
+            )
+
     def _free_slots(self) -> Iterator[int]:
         used = self.list()
         limit = self._root.slots
-        yield from (slot for slot in range(limit) if slot not in used)
+        if len(used) < limit:  # those above the limit take room, too, until they are gone
+            yield from (slot for slot in range(limit) if slot not in used)
         for slot, path in used.items():
             if slot < limit and self.remove_leftover(path):
                 yield slot

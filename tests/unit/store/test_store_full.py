@@ -12,6 +12,7 @@ import pytest
 from harness import KIB, MIB, Engine, disk_usage, keys, segments, wait_for
 
 from vllm_tiered_offload.store import watch
+from vllm_tiered_offload.store.slots import NoRoomError
 from vllm_tiered_offload.store.syscalls import Syscalls
 
 SMALL: dict[str, object] = {"max_bytes": 16 * MIB, "segment_bytes": 512 * KIB}
@@ -263,3 +264,33 @@ def test_a_root_that_vanishes_is_a_miss(tmp_path: Path) -> None:
         engine.put(keys(10, 100))
         assert not (root / "segments").exists()
         assert engine.held(keys(10, 100)) in ([], keys(10, 100))
+
+
+def test_segments_made_too_small_by_another_process_stop_stores_not_the_root(
+    root: Path,
+) -> None:
+    """The geometry of an empty root is settled anew by whoever comes next."""
+    large = {"chunk_bytes": MIB, "max_bytes": 64 * MIB, "segment_bytes": 4 * MIB, "rows": 4}
+    with Engine(root, **large) as first:  # type: ignore[arg-type]
+        with Engine(root, **SMALL) as second:
+            second.put(keys(60))
+            there = first.store._disks[0].parts.root
+            wait_for(lambda: there.geometry.segment_bytes == 512 * KIB)
+            (done,) = first.put(keys(1, 500))
+            assert not done.ok
+            assert "cannot hold" in (done.error or "")
+            assert second.get(keys(60)) == keys(60)
+        assert first.counter("evicted_segments") == 0
+
+
+def test_no_slot_is_taken_while_there_are_more_than_the_bound_allows(root: Path) -> None:
+    """max_bytes was made smaller by another process, and nothing has been trimmed yet."""
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(300))
+        parts = engine.store._disks[0].parts
+        used = sorted(parts.slots.list())
+        os.unlink(parts.root.slot_path(used[0]))
+        parts.root.foreign_bytes = 10 * MIB  # what is left is more than fits now
+        assert 0 < parts.root.slots < len(used) - 1
+        with pytest.raises(NoRoomError):
+            parts.slots.create(parts.namespace, parts.chunk_bytes)
