@@ -178,7 +178,7 @@ class Reclaimer:
 
     def _evict(self, segment: Segment) -> bool:
         """Removes this segment, if it lets itself be removed."""
-        with self._parts.root.lock.hold():
+        with self._parts.watch.operation(), self._parts.root.lock.hold():
             claim = self._claim(segment)
             expired = claim is not None and bool(self._dead_namespaces([segment]))
         return claim is not None and self._finish(segment, claim, expired=expired)

@@ -234,14 +234,18 @@ class Writer:
         return self._log
 
     def _create(self) -> NewSegment:
-        parts = self._parts
         for _ in range(TRIES_FOR_SPACE):
             try:
-                return parts.slots.create(parts.namespace, parts.chunk_bytes)
+                return self._create_once()
             except NoRoomError:
                 if not self._free_one():
                     raise
-        return parts.slots.create(parts.namespace, parts.chunk_bytes)
+        return self._create_once()
+
+    def _create_once(self) -> NewSegment:
+        parts = self._parts
+        with parts.watch.operation():
+            return parts.slots.create(parts.namespace, parts.chunk_bytes)
 
     def _mark(self) -> None:
         """Nothing to do: let other processes read what has been written so far."""

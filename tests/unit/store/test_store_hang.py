@@ -179,3 +179,23 @@ def test_a_frozen_file_system(tmp_path: Path) -> None:
         done += engine.store.take_completions()
         assert [each.job_id for each in done] == [job]
         assert engine.store.shutdown()
+
+
+def test_a_hung_creation_is_a_hung_disk(root: Path) -> None:
+    class Stuck(Syscalls):
+        def __init__(self) -> None:
+            self.free = threading.Event()
+
+        def fallocate(self, fd, length):  # type: ignore[no-untyped-def]
+            self.free.wait()
+            super().fallocate(fd, length)
+
+    calls = Stuck()
+    with Engine(root, syscalls=calls, stall_timeout=0.2) as engine:
+        engine.start_store(keys(20))
+        try:
+            wait_for(lambda: engine.store.stats().stalled)
+        finally:
+            calls.free.set()
+        engine.finish()
+        wait_for(lambda: engine.held(keys(20)) == keys(20))
