@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -41,7 +42,12 @@ def keep(fd: int) -> None:
 
 
 def close(fd: int) -> None:
-    """Closes a descriptor and lets go of its lock; harmless where a fork closed it."""
+    """Closes a descriptor that was kept, and lets go of its lock.
+
+    Nothing where a fork has closed it: the number may be another file's by now.
+    """
+    if fd not in _held:
+        return
     _held.discard(fd)
     with contextlib.suppress(OSError):
         # Explicitly, so that a child made without Python's fork cannot keep it.
@@ -110,6 +116,7 @@ class RootLock:
     ) -> None:
         self.path = path
         self.works = works  # False: the operator vouches that nobody else is there
+        self._threads = threading.Lock()  # instead, where flock is no lock
         self._syscalls = syscalls
         self._clock = clock
 
@@ -121,7 +128,10 @@ class RootLock:
         try:
             if self.works:
                 wait_lock(fd, self.path, timeout, clock=self._clock)
-            yield fd
+                yield fd
+            else:
+                with self._threads:
+                    yield fd
         finally:
             close(fd)
 

@@ -210,3 +210,33 @@ def test_a_file_that_will_not_shrink_is_tried_once(root: Path) -> None:
         engine.put(keys(600, 5000))
         assert calls.tried == engine.counter("undeletable_segments") == 3  # slots 0, 10 and 20
         assert engine.store.stats().dropped_chunks == {}
+
+
+def test_threads_exclude_each_other_where_locks_do_not(tmp_path: Path) -> None:
+    """The operator vouches for other processes, not for the threads of this one."""
+    lock = locks.RootLock(str(tmp_path / "root.lock"), Syscalls(), works=False)
+    inside: list[int] = []
+
+    def enter() -> None:
+        with lock.hold():
+            inside.append(len(inside))
+
+    with lock.hold():
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join(0.1)
+        assert not inside
+    thread.join()
+    assert inside
+
+
+def test_a_descriptor_that_a_fork_closed_is_not_closed_again(tmp_path: Path) -> None:
+    """Its number may be another file's by then."""
+    fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    locks.keep(fd)
+    os.close(fd)  # as the hook of a forked child does, which forgets it, too
+    locks._held.discard(fd)
+    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
+    assert other == fd
+    locks.close(fd)
+    os.close(other)  # EBADF if it was taken for ours
