@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from vllm_tiered_offload.store import format as fmt
@@ -178,25 +177,27 @@ class ChunkStore:
     def stats(self) -> StoreStats:
         """Counters and gauges of this moment; thread safe."""
         roots = tuple(disk.stats(self._chunks_of(disk)) for disk in self._disks)
-        total: Counter[str] = Counter(self._counters.snapshot())
+        total = self._counters.snapshot()
         for root in roots:
-            total.update(root.counters)
+            for name, count in root.counters.items():
+                total[name] = total.get(name, 0) + count
+        get = total.get
         return StoreStats(
             chunks=len(self._index),
             pending_jobs=self._jobs.pending,
             queued_store_bytes=sum(root.queued_store_bytes for root in roots),
             stalled=any(root.stalled for root in roots),
-            stored_chunks=total["stored_chunks"],
-            stored_bytes=total["stored_bytes"],
-            loaded_chunks=total["loaded_chunks"],
-            loaded_bytes=total["loaded_bytes"],
-            evicted_chunks=total["evicted_chunks"],
-            evicted_segments=total["evicted_segments"],
-            copied_chunks=total["copied_chunks"],
-            written_bytes=total["written_bytes"],
-            read_bytes=total["read_bytes"],
-            write_seconds=total["write_ns"] / 1e9,
-            read_seconds=total["read_ns"] / 1e9,
+            stored_chunks=get("stored_chunks", 0),
+            stored_bytes=get("stored_bytes", 0),
+            loaded_chunks=get("loaded_chunks", 0),
+            loaded_bytes=get("loaded_bytes", 0),
+            evicted_chunks=get("evicted_chunks", 0),
+            evicted_segments=get("evicted_segments", 0),
+            copied_chunks=get("copied_chunks", 0),
+            written_bytes=get("written_bytes", 0),
+            read_bytes=get("read_bytes", 0),
+            write_seconds=get("write_ns", 0) / 1e9,
+            read_seconds=get("read_ns", 0) / 1e9,
             dropped_chunks=_by_reason(total, "dropped."),
             failed_chunks=_by_reason(total, "failed."),
             roots=roots,
@@ -323,7 +324,7 @@ def _check_memory(memory: memoryview, chunk_bytes: int) -> None:
         raise StoreError(f"chunks of {chunk_bytes} bytes in a memory of {len(memory)} bytes")
 
 
-def _by_reason(total: Counter[str], prefix: str) -> dict[str, int]:
+def _by_reason(total: Mapping[str, int], prefix: str) -> dict[str, int]:
     return {
         name.removeprefix(prefix): count
         for name, count in total.items()
