@@ -37,6 +37,7 @@ LARGEST_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_PER_ROOT = 64
 COMFORTABLE_CHUNKS = 4  # fewer in a segment, and its four pages of overhead begin to count
 MOST_SLOTS = 999_999
+MOST_CHUNKS = 1 << 24  # in a segment: what a place in the index can number
 OLD_PROBE_SECONDS = 60.0
 LARGEST_JSON_BYTES = 16 * MIB
 
@@ -264,6 +265,12 @@ def _require_room(
             f"root_dir {root.path}: segments of {geometry.segment_bytes} bytes cannot hold a "
             f"chunk of {chunk_bytes} bytes; use another root_dir, or segment_bytes of {needed} "
             "or more in an empty one"
+        )
+    most = MOST_CHUNKS * fmt.round_up(chunk_bytes, geometry.page_bytes)
+    if geometry.segment_bytes > most:
+        raise StoreError(
+            f"root_dir {root.path}: segment_bytes = {geometry.segment_bytes} is more than "
+            f"{MOST_CHUNKS} chunks of {chunk_bytes} bytes; use {most} or less"
         )
     least = least_slots(settings)
     if root.slots < least:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import KIB, MIB, Engine, disk_usage, keys, segments, wait_for
 
-from vllm_tiered_offload.store import watch
+from vllm_tiered_offload.store import StoreError, watch
 from vllm_tiered_offload.store.slots import NoRoomError
 from vllm_tiered_offload.store.syscalls import Syscalls
 
@@ -294,3 +294,9 @@ def test_no_slot_is_taken_while_there_are_more_than_the_bound_allows(root: Path)
         assert 0 < parts.root.slots < len(used) - 1
         with pytest.raises(NoRoomError):
             parts.slots.create(parts.namespace, parts.chunk_bytes)
+
+
+def test_a_segment_of_more_chunks_than_a_place_can_number_is_refused(root: Path) -> None:
+    huge = {"chunk_bytes": 4 * KIB, "segment_bytes": 128 << 30, "max_bytes": 1 << 40}
+    with pytest.raises(StoreError, match="segment_bytes"):
+        Engine(root, **huge)  # type: ignore[arg-type]
