@@ -137,6 +137,14 @@ class Reclaimer:
             return True
         return not self._parts.slots.has_free_space(wanted)
 
+    def _prepare(self, victim: Segment) -> bool:
+        """Copies what is hot. False if there is reason to wait: the rest fits into the next
+        segment, or the victim was hit meanwhile and a load of it is on the way."""
+        parts, began = self._parts, self._parts.clock()
+        copied = self._copy_hot(victim)
+        parts.drain_hits()
+        return copied and victim.hit_at < began
+
     def _may_wait(self) -> bool:
         """Whether each writer has a slot to go on with."""
         return not self._short_of_slots(self._parts.settings.write_threads)
@@ -170,8 +178,8 @@ class Reclaimer:
         """Removes the first candidate that lets itself be removed."""
         for segment in self._candidates():
             faults.point("reclaimer.victim_chosen")
-            if copy and not self._copy_hot(segment) and self._may_wait():
-                return False  # until the next segment is open, which has room for the rest
+            if copy and not self._prepare(segment) and self._may_wait():
+                return False
             if self._evict(segment):
                 return True
         return False

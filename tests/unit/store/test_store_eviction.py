@@ -246,3 +246,23 @@ def test_slots_are_freed_a_segment_ahead_of_need(root: Path) -> None:
             engine.put(keys(60, start))
         (stats,) = engine.store.stats().roots
         wait_for(lambda: len(segments(tiny)) == stats.slots - 1)
+
+
+def test_a_hit_while_its_segment_is_examined_saves_it_for_now(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look-up said HIT after the victim was chosen: its load is on the way."""
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(200))
+        reclaiming = engine.store._disks[0]._reclaimer
+        hits: list[bytes] = []
+
+        def hit_meanwhile(victim: object) -> bool:
+            hits.extend(engine.held(keys(1)))
+            return True
+
+        with reclaiming.turn, monkeypatch.context() as patch:
+            patch.setattr(reclaiming, "_copy_hot", hit_meanwhile)
+            assert not reclaiming._evict_one(copy=True)
+        assert hits == keys(1)
+        assert engine.get(keys(200)) == keys(200)
