@@ -12,8 +12,9 @@ python="$env_dir/bin/python"
 find_python() {
     local candidate
     for candidate in python3.12 python3.11 python3.10 python3; do
+        # A version manager's shim may be on PATH without the version behind it.
         if command -v "$candidate" >/dev/null &&
-            "$candidate" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 14))'; then
+            "$candidate" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
             echo "$candidate"
             return
         fi
