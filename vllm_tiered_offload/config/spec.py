@@ -71,7 +71,7 @@ class SpecSettings(Settings):
     )
     pin_deadline: float = key(
         Number(0.1, 86400, "seconds"),
-        "How long a chunk read from disk stays held.",
+        "How long a chunk read from disk stays held, and how long anyone waits for a read.",
         PINS.deadline,
     )
     patience: float = key(
