@@ -133,6 +133,7 @@ def test_two_ranks_do_not_read_what_one_has_stored(seeded: Seeded) -> None:
     assert output.tokens == seeded.answer.tokens
 
 
+@pytest.mark.slow
 def test_canonical_layout_is_portable_across_ranks(
     tiny_llama: Path, seeded: Seeded, tmp_path: Path
 ) -> None:
