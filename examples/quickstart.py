@@ -212,11 +212,13 @@ def main() -> None:
         results = run_children(work)
         same = report(results)
         problem = verdict(results)
-    finally:
-        if arguments.work is None:
-            shutil.rmtree(work, ignore_errors=True)
+    except SystemExit:
+        print(f"quickstart: logs are kept in {work}")
+        raise
     if not same or problem:
-        sys.exit(f"quickstart: {problem or 'the answers differ'}")
+        sys.exit(f"quickstart: {problem or 'the answers differ'}; logs are kept in {work}")
+    if arguments.work is None:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 if __name__ == "__main__":
