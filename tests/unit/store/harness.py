@@ -132,6 +132,16 @@ class Engine:
     def held(self, wanted: Iterable[bytes]) -> list[bytes]:
         return [of for of in wanted if self.store.contains(of)]
 
+    def serves_all_it_holds(self, wanted: Sequence[bytes]) -> bool:
+        """Whether all that look-ups find arrives. An eviction that was under way may take
+        some in between, which are then misses; once it is over nothing may be missing."""
+        for _ in range(20):
+            held = self.held(wanted)
+            if self.get(held) == held:
+                return True
+            time.sleep(0.1)
+        return False
+
     def counter(self, name: str) -> int:
         return sum(root.counters.get(name, 0) for root in self.store.stats().roots)
 

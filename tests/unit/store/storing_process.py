@@ -17,6 +17,8 @@ from pathlib import Path
 
 from harness import CHUNK, KIB, MIB, Engine, keys
 
+from vllm_tiered_offload.store import reclaimer
+
 
 def engine(root: str, direct: str, **settings: object) -> Engine:
     usual: dict[str, object] = {"max_bytes": 24 * MIB, "segment_bytes": 512 * KIB}
@@ -24,14 +26,17 @@ def engine(root: str, direct: str, **settings: object) -> Engine:
 
 
 def store(root: str, salt: str, direct: str) -> None:
+    # This store turns over in two seconds: with the usual grace for loads on their way
+    # a segment that was hit would never come up for eviction, and nothing be copied.
+    reclaimer.HIT_GRACE = 0.1
     made = engine(root, direct)
     say(f"recovered {made.store.stats().chunks}")
     for job in range(100_000):
         number = 8 * job % 4000
         wanted = keys(8, number, salt)
         made.put(wanted)
-        # Hit when their segment is old: these get copied before it goes.
-        made.held(keys(8, number - 1000, salt))
+        # Hit in the middle of their stay: these get copied before their segment goes.
+        made.held(keys(8, number - 600, salt))
         if job % 20 == 19:
             time.sleep(0.1)  # idle long enough for a mark
         say(f"stored {number}")

@@ -213,7 +213,7 @@ def test_several_writers_on_one_root(root: Path) -> None:
             assert disk_usage(root) <= 16 * MIB
         held = engine.held(keys(3000))
         assert len(held) > 300
-        assert engine.get(held) == held
+        assert engine.serves_all_it_holds(keys(3000))
         assert engine.store.stats().dropped_chunks == {}
     with Engine(root, write_threads=3, **SMALL) as engine:
         assert engine.get(engine.held(keys(3000)))
