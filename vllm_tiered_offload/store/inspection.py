@@ -7,7 +7,6 @@ moment, and none of them is a promise.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from vllm_tiered_offload.store.api import StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO
 from vllm_tiered_offload.store.locks import RootLock
 from vllm_tiered_offload.store.recovery import Kind, SegmentReader
-from vllm_tiered_offload.store.root import Geometry, Root, read_geometry, slot_number
+from vllm_tiered_offload.store.root import Geometry, Root, read_geometry, read_json, slot_number
 from vllm_tiered_offload.store.syscalls import Syscalls
 
 # sealed: complete. writing: a live process fills it. unsealed: its writer is gone. none:
@@ -241,10 +240,7 @@ def _manifests(root: Root) -> Iterator[str]:
 def _manifest(path: str) -> tuple[dict[str, Any], float]:
     """The document and when it was written; empty where there is none to be read."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, encoding="utf-8") as file:
-            written_at = os.fstat(fd).st_mtime
-            document = json.load(file)
+        written_at = os.lstat(path).st_mtime
+        return read_json(path), written_at
     except (OSError, ValueError):
         return {}, 0.0
-    return (document if isinstance(document, dict) else {}), written_at
