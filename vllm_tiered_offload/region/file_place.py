@@ -92,14 +92,7 @@ class FilePlace:
 
     def in_use(self) -> bool:
         """Whether any living process has the region."""
-        try:
-            probe = self.open("region")
-        except FileNotFoundError:
-            return False
-        try:
-            return not try_lock(probe.fileno(), fcntl.LOCK_EX)
-        finally:
-            probe.close()
+        return self._is_held("region")
 
     def remove(self) -> None:
         """Remove the region and everything that belongs to it."""
@@ -122,8 +115,12 @@ class FilePlace:
 
     def is_alive(self, rank: int) -> bool:
         """Whether the process that joined as `rank` still lives."""
+        return self._is_held(f"rank-{rank}")
+
+    def _is_held(self, name: str) -> bool:
+        """Whether a living process has a lock on that file."""
         try:
-            probe = self.open(f"rank-{rank}")
+            probe = self.open(name)
         except FileNotFoundError:
             return False
         try:
