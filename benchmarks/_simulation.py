@@ -180,7 +180,7 @@ class SimulatedDisk:
         self.outcome.writes += 1
 
     def _evict(self, victim: list[bytes]) -> None:
-        moved = self.policy.choose_copies(self._placed_in(victim), self._segment_chunks)
+        moved = self.policy.choose_copies(self._placed_in(victim))
         for key in moved:
             self._write(key)
         self.policy.on_moved(moved)

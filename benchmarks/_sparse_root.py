@@ -15,7 +15,7 @@ import xxhash
 from vllm_tiered_offload.store import Namespace
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.direct_io import page_aligned
-from vllm_tiered_offload.store.root import (
+from vllm_tiered_offload.store.geometry import (
     SLACK_BYTES,
     SLOT_OVERHEAD_BYTES,
     Geometry,

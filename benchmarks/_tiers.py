@@ -82,7 +82,7 @@ def make_ours(root: Path, rows: Rows, readers: int, writers: int) -> Any:
     total = rows.table.nbytes
     config = {
         "root_dir": str(root),
-        "max_bytes": max(64 * SEGMENT_BYTES, 2 * total),
+        "max_bytes": max(130 * SEGMENT_BYTES, 2 * total),
         "store_queue_bytes": 2 * total,
         "io_bytes": IO_BYTES,
         "n_read_threads": readers,

@@ -65,7 +65,7 @@ def main(
     job: Annotated[str, typer.Option(help="bytes of a job")] = "64MiB",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     readers: Annotated[int, typer.Option(min=1, help="n_read_threads")] = 4,
-    writers: Annotated[int, typer.Option(min=1, help="n_write_threads")] = 1,
+    writers: Annotated[int, typer.Option(min=1, help="n_write_threads")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     logging.disable(logging.WARNING)

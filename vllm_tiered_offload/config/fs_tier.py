@@ -63,7 +63,12 @@ class FsTierSettings(Settings):
         16 * MIB,
     )
     n_read_threads: int = key(Count(1, 64), "Threads that read, over all roots.", 4)
-    n_write_threads: int = key(Count(1, 16), "Threads that write, per root.", 1)
+    n_write_threads: int | None = key(
+        Count(1, 16),
+        "Threads that write, per root, each to a segment of its own. Without it: 2 where the "
+        "root has room for 128 segments (32 GiB), else 1.",
+        None,
+    )
     store_queue_bytes: int = key(
         Size(low=64 * KIB),
         "Stores waiting for the disk; more are dropped and counted. Loads never are.",

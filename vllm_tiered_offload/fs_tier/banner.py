@@ -46,6 +46,8 @@ def _of_root(root: Mapping[str, Any]) -> Iterator[str]:
     why = root["buffered_because"] or "refused"
     yield "direct I/O" if root["direct_io"] else f"buffered I/O ({why})"
     yield f"{root['slots']} segments of {format_size(root['segment_bytes'])}"
+    if root["writers"] > 1:
+        yield f"{root['writers']} written at a time"
     if root["max_bytes"] is not None:
         yield f"at most {format_size(root['max_bytes'])}"
     if root["min_free_bytes"]:

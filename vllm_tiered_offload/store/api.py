@@ -48,7 +48,7 @@ class StoreSettings:
     min_free_bytes: int | None = None
     io_bytes: int = 16 * MIB
     read_threads: int = 4
-    write_threads: int = 1
+    write_threads: int | None = None  # None: what the root is large enough for, 1 or 2
     store_queue_bytes: int = 512 * MIB
     refresh_interval: float = 1.0
     stall_timeout: float = 10.0
@@ -62,8 +62,10 @@ class StoreSettings:
             raise StoreError("root_dirs is empty; name at least one directory")
         if len(set(self.root_dirs)) != len(self.root_dirs):
             raise StoreError(f"root_dirs names a directory twice: {self.root_dirs}")
-        for name in ("io_bytes", "read_threads", "write_threads", "store_queue_bytes"):
+        for name in ("io_bytes", "read_threads", "store_queue_bytes"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
+        if self.write_threads is not None:
+            self._require("write_threads", self.write_threads >= 1, "at least 1")
         for name in ("max_bytes", "min_free_bytes", "segment_bytes"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 0, "a number of bytes")

@@ -47,7 +47,7 @@ class Disk:
         self._reclaimer = Reclaimer(self.parts, self.reader.fetch, self._room)
         self._writers = [
             Writer(self.parts, self._reclaimer.free_one, self._reclaimer.wake)
-            for _ in range(settings.write_threads if self.writable else 0)
+            for _ in range(self.parts.writers if self.writable else 0)
         ]
         self.recovered_chunks, self.recovery_seconds = 0, 0.0
         self._free_bytes, self._free_inodes = 0, 0
@@ -132,6 +132,7 @@ class Disk:
             "page_bytes": geometry.page_bytes,
             "segment_bytes": geometry.segment_bytes,
             "slots": parts.root.slots,
+            "writers": parts.writers if self.writable else 0,
             "max_bytes": geometry.max_bytes,
             "min_free_bytes": parts.root.min_free_bytes,
             "recovered_chunks": self.recovered_chunks,

@@ -81,17 +81,18 @@ class SecondChance:
         saved = self._allowance + count * self.copies_per_store
         self._allowance = min(saved, self.capacity_chunks / 4)
 
-    def choose_copies(self, victim_keys: Sequence[bytes], room_chunks: int) -> list[bytes]:
-        """The chunks worth moving out of a segment that is about to go, in the order given.
+    def choose_copies(self, victim_keys: Sequence[bytes]) -> list[bytes]:
+        """The chunks to move out of a segment that is about to go, in the order given.
 
         Args:
             victim_keys: the victim's chunks that the index still places there, in disk order
                 (prefix order within a job: what is cut off at the end is the suffix).
-            room_chunks: how many chunks the open segment can still take.
         """
-        most = min(room_chunks, int(self._allowance))
-        worth = [key for key in victim_keys if self._is_worth_a_copy(key)]
-        return worth[: max(most, 0)]
+        return self.worth_copying(victim_keys)[: max(int(self._allowance), 0)]
+
+    def worth_copying(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As ``choose_copies``, whether or not that many may be moved."""
+        return [key for key in keys if self._is_worth_a_copy(key)]
 
     def on_moved(self, keys: Sequence[bytes]) -> None:
         """The chunks were copied: half their count is used up, the time of the hit stays."""

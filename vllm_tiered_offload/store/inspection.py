@@ -19,9 +19,11 @@ from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store import locks, namespaces
 from vllm_tiered_offload.store.api import StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO
+from vllm_tiered_offload.store.geometry import Geometry, read_geometry
 from vllm_tiered_offload.store.locks import RootLock
 from vllm_tiered_offload.store.recovery import Kind, SegmentReader
-from vllm_tiered_offload.store.root import Geometry, Root, read_geometry, read_json, slot_number
+from vllm_tiered_offload.store.root import Root, slot_number
+from vllm_tiered_offload.store.small_files import read_json
 from vllm_tiered_offload.store.syscalls import Syscalls
 
 # sealed: complete. writing: a live process fills it. unsealed: its writer is gone. none:

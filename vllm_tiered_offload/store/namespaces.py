@@ -9,7 +9,8 @@ import os
 
 from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.api import Namespace
-from vllm_tiered_offload.store.root import Root, read_json, write_json
+from vllm_tiered_offload.store.root import Root
+from vllm_tiered_offload.store.small_files import read_json, write_json
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 

@@ -14,6 +14,7 @@ from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.api import Namespace, StoreError, StoreSettings
 from vllm_tiered_offload.store.descriptors import Descriptors
 from vllm_tiered_offload.store.eviction import SecondChance
+from vllm_tiered_offload.store.geometry import writers_of
 from vllm_tiered_offload.store.index import Index
 from vllm_tiered_offload.store.io_pool import IoPool
 from vllm_tiered_offload.store.jobs import JobTable
@@ -58,6 +59,7 @@ def open_parts(
         settings=settings,
         namespace=namespace,
         chunk_bytes=chunk_bytes,
+        writers=writers_of(settings, root.slots),
         root=root,
         syscalls=syscalls,
         io=io,

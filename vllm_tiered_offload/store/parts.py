@@ -94,6 +94,7 @@ class Parts:
     settings: StoreSettings
     namespace: Namespace
     chunk_bytes: int
+    writers: int  # threads, each with a segment of its own
     root: Root
     syscalls: Syscalls
     io: BlockIO

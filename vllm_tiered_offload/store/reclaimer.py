@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_tiered_offload.store import faults, locks
-from vllm_tiered_offload.store.direct_io import IOV_MAX, page_aligned
-from vllm_tiered_offload.store.index import RECORD_BITS
-from vllm_tiered_offload.store.io_pool import Piece
+from vllm_tiered_offload.store.copier import Copier, Fetch
 from vllm_tiered_offload.store.namespaces import is_alive
 from vllm_tiered_offload.store.parts import Parts
-from vllm_tiered_offload.store.reader import Problem
-from vllm_tiered_offload.store.runs import Wanted, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.slots import Removal
 from vllm_tiered_offload.store.syscalls import explain
@@ -31,9 +27,6 @@ NEAR_EVICTION, LEAST_NEAR_EVICTION = 16, 2
 # A second slot per writer is kept free where that costs no more than one slot in 24: the
 # copies for one segment then have the time that another takes to fill.
 SLOTS_TO_SPARE = 24
-COPY_WAIT = 0.02  # seconds between two looks whether a writer needs the slot at once
-
-Fetch = Callable[[Segment, list[Wanted]], tuple[list[Wanted], list[Problem]]]
 
 
 class Reclaimer:
@@ -41,13 +34,11 @@ class Reclaimer:
 
     def __init__(self, parts: Parts, fetch: Fetch, room: Callable[[], int]) -> None:
         self._parts = parts
-        self._fetch = fetch  # the reader's
-        self._room = room  # chunks that fit into the open segments
         self.turn = threading.Lock()  # one victim at a time in this process
         self._wake = threading.Event()
         self._starving: set[int] = set()  # writers that wait for a slot
         self._freed = 0  # segments removed
-        self._scratch: memoryview | None = None
+        self._copier = Copier(parts, fetch, room, lambda: bool(self._starving))
 
     def wake(self) -> None:
         """A slot was taken: there may be too few left."""
@@ -73,7 +64,7 @@ class Reclaimer:
                 if self._has_excess():
                     self.trim()
                 short = self._short_of_slots(self._slots_ahead())
-                if not short or not self._evict_one(copy=True):
+                if not short or not self._evict_prepared():
                     return
 
     def _rescue_from_others(self) -> None:
@@ -89,7 +80,7 @@ class Reclaimer:
             for segment in parts.catalogue.closed()[:near]:
                 if not segment.examined:
                     segment.examined = True
-                    self._copy_hot(segment)
+                    self._copier.copy_hot(segment)
 
     def free_one(self) -> bool:
         """Called by a writer without a slot: evicts one segment at once, copying nothing.
@@ -100,7 +91,7 @@ class Reclaimer:
         self._starving.add(me)
         try:
             with self.turn:
-                return self._freed > before or self._evict_one(copy=False)
+                return self._freed > before or self._evict_coldest()
         finally:
             self._starving.discard(me)
 
@@ -128,7 +119,7 @@ class Reclaimer:
 
     def _slots_ahead(self) -> int:
         """How many slots are to be free."""
-        writers = self._parts.settings.write_threads
+        writers = self._parts.writers
         return writers * (2 if self._parts.root.slots >= SLOTS_TO_SPARE * writers else 1)
 
     def _short_of_slots(self, wanted: int) -> bool:
@@ -139,17 +130,23 @@ class Reclaimer:
 
     def _prepare(self, victim: Segment) -> bool:
         """Copies what is hot. False if there is reason to wait: the rest fits into the next
-        segment, or the victim was hit meanwhile and a load of it is on the way."""
+        segment, or a load of what could not be copied is on the way."""
         parts, began = self._parts, self._parts.clock()
-        copied = self._copy_hot(victim)
+        copied = self._copier.copy_hot(victim)
         parts.drain_hits()
-        return copied and victim.hit_at < began
+        if not copied or victim.hit_at >= began:
+            return False
+        return self._is_cold(victim) or not self._copier.holds_hot(victim)
 
     def _may_wait(self) -> bool:
         """Whether each writer has a slot to go on with."""
-        return not self._short_of_slots(self._parts.settings.write_threads)
+        return not self._short_of_slots(self._parts.writers)
 
-    def _candidates(self) -> Iterator[Segment]:
+    def _is_cold(self, segment: Segment) -> bool:
+        """Whether no load of it is to be expected."""
+        return segment.hit_at < self._parts.clock() - HIT_GRACE
+
+    def _candidates(self) -> list[Segment]:
         """Victims in order: of dead private namespaces, then the oldest."""
         parts = self._parts
         parts.drain_hits()
@@ -159,10 +156,7 @@ class Reclaimer:
             with parts.root.lock.hold():
                 useless = self._dead_namespaces(closed)
         closed.sort(key=lambda segment: segment.header.fingerprint not in useless)  # stable
-        recent = parts.clock() - HIT_GRACE
-        cold = [segment for segment in closed if segment.hit_at < recent]
-        warm = [segment for segment in closed if segment.hit_at >= recent]
-        return (segment for segment in [*cold, *warm] if segment.loads == 0)
+        return closed
 
     def _dead_namespaces(self, segments: Sequence[Segment]) -> set[str]:
         """Private namespaces whose process is gone: nothing in them can be hit again.
@@ -174,13 +168,27 @@ class Reclaimer:
         } - {self._parts.namespace.fingerprint}
         return {name for name in private if not is_alive(self._parts.root, name)}
 
-    def _evict_one(self, *, copy: bool) -> bool:
-        """Removes the first candidate that lets itself be removed."""
+    def _evict_prepared(self) -> bool:
+        """The oldest, once its hot chunks have moved: no look-up, however often it comes,
+        keeps a segment in which nothing else is hot. False also where it pays to wait."""
         for segment in self._candidates():
+            if segment.loads:
+                continue
             faults.point("reclaimer.victim_chosen")
-            if copy and not self._prepare(segment) and self._may_wait():
+            ready = self._prepare(segment)
+            if not ready and self._may_wait():
                 return False
-            if self._evict(segment):
+            if (ready or self._is_cold(segment)) and self._evict(segment):
+                return True
+        return self._evict_coldest()
+
+    def _evict_coldest(self) -> bool:
+        """At once, without copies: the oldest of which no load is to be expected, else the
+        oldest."""
+        candidates = self._candidates()
+        for segment in sorted(candidates, key=lambda found: not self._is_cold(found)):
+            faults.point("reclaimer.victim_chosen")
+            if segment.loads == 0 and self._evict(segment):
                 return True
         return False
 
@@ -229,79 +237,3 @@ class Reclaimer:
         segment.undeletable = True
         self._parts.counters.add(undeletable_segments=1)
         logger.warning("%s cannot be removed; it keeps its slot", segment.path)
-
-    def _copy_hot(self, victim: Segment) -> bool:
-        """Moves the chunks of ``victim`` that the policy picks, as far as there is room.
-
-        False if some of them are left.
-        """
-        parts = self._parts
-        hot = self._hot_records(victim)
-        self._copy_all(victim, hot[: self._room()])
-        return not parts.index.still_there(victim, hot)
-
-    def _copy_all(self, victim: Segment, wanted: list[int]) -> None:
-        parts = self._parts
-        with parts.index.lock:
-            if victim.gone:
-                return
-            victim.loads += 1  # keeps other threads of this process from evicting it
-        try:
-            for batch in _batches(wanted, self._chunks_per_copy()):
-                if not self._copy(victim, batch):
-                    return
-        finally:
-            with parts.index.lock:
-                victim.loads -= 1
-
-    def _hot_records(self, victim: Segment) -> list[int]:
-        """Those of its chunks that the policy would move."""
-        records = self._parts.index.live_records(victim) if victim.ordinal >= 0 else []
-        keys = [victim.keys[record] for record in records]
-        with self._parts.policy_lock:
-            chosen = set(self._parts.policy.choose_copies(keys, len(keys)))
-        return [record for record in records if victim.keys[record] in chosen]
-
-    def _chunks_per_copy(self) -> int:
-        return max(1, min(self._parts.settings.io_bytes // self._parts.stride, IOV_MAX // 3))
-
-    def _copy(self, victim: Segment, records: list[int]) -> bool:
-        """Reads, verifies and hands a batch to a writer. False when it is no use to go on."""
-        parts = self._parts
-        good = self._read(victim, records)
-        if not good:
-            return True
-        piece = Piece(
-            None,
-            [chunk.key for chunk in good],
-            [chunk.payload for chunk in good],
-            [victim.checksums[chunk.record] for chunk in good],
-            [victim.ordinal << RECORD_BITS | chunk.record for chunk in good],
-        )
-        faults.point("reclaimer.before_copy")
-        parts.pool.put_copy(piece)
-        while not piece.done.wait(COPY_WAIT):
-            # The buffer belongs to a writer that has begun; otherwise it must not wait for us.
-            if (self._starving or parts.pool.stopping) and parts.pool.withdraw_copy(piece):
-                return False
-        faults.point("reclaimer.after_copy")
-        return True
-
-    def _read(self, victim: Segment, records: list[int]) -> list[Wanted]:
-        """The chunks that have the checksum they were stored with, in the scratch buffer."""
-        size, most = victim.header.chunk_bytes, self._parts.settings.io_bytes
-        if self._scratch is None:
-            self._scratch = page_aligned(self._chunks_per_copy() * size)
-        placed = [
-            (record, victim.keys[record], self._scratch[n * size : (n + 1) * size])
-            for n, record in enumerate(records)
-        ]
-        good: list[Wanted] = []
-        for chunks in cut(victim, placed, most):
-            good += self._fetch(victim, chunks)[0]
-        return good
-
-
-def _batches(records: list[int], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(records), size):
-        yield records[start : start + size]

@@ -12,43 +12,33 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import os
-import stat
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store import locks
-from vllm_tiered_offload.store.api import MIB, StoreError, StoreSettings
+from vllm_tiered_offload.store.api import StoreError, StoreSettings
+from vllm_tiered_offload.store.geometry import (
+    LARGEST_SEGMENT_BYTES,
+    MOST_CHUNKS,
+    MOST_SLOTS,
+    SLACK_BYTES,
+    SLOT_OVERHEAD_BYTES,
+    Geometry,
+    choose_segment_bytes,
+    least_slots,
+    read_geometry,
+    segment_bytes_needed,
+    write_geometry,
+)
 from vllm_tiered_offload.store.locks import RootLock
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
-SLACK_BYTES = MIB  # directories, root.json, root.lock
-SLOT_OVERHEAD_BYTES = 64 << 10  # a file system's own blocks for one segment
-LARGEST_SEGMENT_BYTES = 256 * MIB
-SEGMENTS_PER_ROOT = 64
-COMFORTABLE_CHUNKS = 4  # fewer in a segment, and its four pages of overhead begin to count
-MOST_SLOTS = 999_999
-MOST_CHUNKS = 1 << 24  # in a segment: what a place in the index can number
 OLD_PROBE_SECONDS = 60.0
-LARGEST_JSON_BYTES = 16 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What root.json says; the same for every process that uses the root."""
-
-    page_bytes: int
-    segment_bytes: int
-    max_bytes: int | None
 
 
 class Root:
@@ -109,27 +99,6 @@ def slot_number(name: str) -> int | None:
     if dot and suffix == "seg" and len(stem) == 6 and stem.isdecimal() and stem.isascii():
         return int(stem)
     return None
-
-
-def segment_bytes_needed(chunk_bytes: int, chunks: int, page_bytes: int) -> int:
-    """Length of a segment that holds so many chunks in one extent."""
-    stride = fmt.round_up(chunk_bytes, page_bytes)
-    tables = 2 * fmt.table_bytes(chunks, page_bytes)
-    return 2 * page_bytes + tables + chunks * stride
-
-
-def choose_segment_bytes(
-    budget: int, chunk_bytes: int, page_bytes: int, least_slots: int, wanted: int | None
-) -> int:
-    """A 64th of the budget, at most 256 MiB; more where chunks are too large for that."""
-    usual = min(LARGEST_SEGMENT_BYTES, budget // SEGMENTS_PER_ROOT)
-    size = (usual if wanted is None else wanted) // page_bytes * page_bytes
-    if wanted is None:
-        comfortable = segment_bytes_needed(chunk_bytes, COMFORTABLE_CHUNKS, page_bytes)
-        most = (budget - SLACK_BYTES) // least_slots - SLOT_OVERHEAD_BYTES
-        size = max(size, min(comfortable, most // page_bytes * page_bytes))
-        size = max(size, segment_bytes_needed(chunk_bytes, 1, page_bytes))
-    return size
 
 
 def open_root(
@@ -250,11 +219,6 @@ def direct_page_bytes(path: Path, syscalls: Syscalls) -> int:
     return wanted.offset if wanted is not None else 0
 
 
-def least_slots(settings: StoreSettings) -> int:
-    """One to fill and one to read per writer, and one to free."""
-    return 2 * settings.write_threads + 1
-
-
 def _require_room(
     root: Root, settings: StoreSettings, chunk_bytes: int, syscalls: Syscalls
 ) -> None:
@@ -286,57 +250,3 @@ def _require_room(
             f"min_free_bytes = {root.min_free_bytes} is more than the file system of "
             f"{root.path} has"
         )
-
-
-def read_geometry(path: str) -> Geometry | None:
-    """root.json; None where there is none. Raises StoreError for a damaged or newer one."""
-    try:
-        fields = read_json(f"{path}/root.json")
-        if fields["format"] != fmt.VERSION:
-            raise StoreError(
-                f"{path}/root.json is of format {fields['format']}, not {fmt.VERSION}"
-            )
-        found = Geometry(fields["page_bytes"], fields["segment_bytes"], fields["max_bytes"])
-        if found.page_bytes < fmt.MIN_PAGE_BYTES or found.segment_bytes % found.page_bytes:
-            raise ValueError(f"{found}")
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path}/root.json is damaged ({error!r}); remove it") from error
-    return found
-
-
-def write_geometry(path: str, geometry: Geometry) -> None:
-    write_json(f"{path}/root.json", {"format": fmt.VERSION, **asdict(geometry)})
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A small file of ours. Follows no link, and is stuck in neither a FIFO nor a device.
-
-    Raises OSError, or ValueError for what is no JSON object.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("not a regular file")
-        fields = json.loads(file.read(LARGEST_JSON_BYTES))
-    if not isinstance(fields, dict):
-        raise ValueError("not a JSON object")
-    return fields
-
-
-def write_json(path: str, fields: Mapping[str, object]) -> None:
-    """Replaces a file at once, mode 0600. Call under the root lock."""
-    fresh = f"{path}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(fresh)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.fchmod(fd, 0o600)
-        data = json.dumps(fields, indent=1, sort_keys=True, default=str).encode() + b"\n"
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fresh)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(fresh, path)

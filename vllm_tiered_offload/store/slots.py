@@ -22,7 +22,8 @@ from vllm_tiered_offload.store import faults, locks
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.api import Namespace, StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
-from vllm_tiered_offload.store.root import Root, segment_bytes_needed, slot_number
+from vllm_tiered_offload.store.geometry import segment_bytes_needed
+from vllm_tiered_offload.store.root import Root, slot_number
 from vllm_tiered_offload.store.syscalls import Syscalls, errno_name
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)

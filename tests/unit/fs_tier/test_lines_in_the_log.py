@@ -84,6 +84,7 @@ ROOT = {
     "buffered_because": None,
     "slots": 63,
     "segment_bytes": 16 << 20,
+    "writers": 2,
     "max_bytes": 1 << 30,
     "min_free_bytes": 0,
     "recovered_chunks": 7,
@@ -96,6 +97,7 @@ OTHER_ROOT = {
     "read_only_because": "locks do not work",
     "direct_io": False,
     "buffered_because": "EINVAL",
+    "writers": 0,
     "max_bytes": None,
     "min_free_bytes": 10 << 30,
 }
@@ -108,7 +110,8 @@ def test_the_banner_says_who_shares_and_how_each_root_is_used() -> None:
     assert lines == [
         "disk tier 1:odirect_fs: namespace abababababababab, private to this process; "
         "chunks of 4KiB, I/O of up to 16MiB",
-        "  /nvme0: ext4, read and write, direct I/O, 63 segments of 16MiB, at most 1GiB, "
+        "  /nvme0: ext4, read and write, direct I/O, 63 segments of 16MiB, "
+        "2 written at a time, at most 1GiB, "
         "7 chunks found in 0.012 s",
         "  /nfs: nfs4, read only (locks do not work), buffered I/O (EINVAL), "
         "63 segments of 16MiB, 10GiB left free, 7 chunks found in 0.012 s",

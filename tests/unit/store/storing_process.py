@@ -17,8 +17,6 @@ from pathlib import Path
 
 from harness import CHUNK, KIB, MIB, Engine, keys
 
-from vllm_tiered_offload.store import reclaimer
-
 
 def engine(root: str, direct: str, **settings: object) -> Engine:
     usual: dict[str, object] = {"max_bytes": 24 * MIB, "segment_bytes": 512 * KIB}
@@ -26,9 +24,6 @@ def engine(root: str, direct: str, **settings: object) -> Engine:
 
 
 def store(root: str, salt: str, direct: str) -> None:
-    # This store turns over in two seconds: with the usual grace for loads on their way
-    # a segment that was hit would never come up for eviction, and nothing be copied.
-    reclaimer.HIT_GRACE = 0.1
     made = engine(root, direct)
     say(f"recovered {made.store.stats().chunks}")
     for job in range(100_000):

@@ -29,7 +29,7 @@ def make_policy(capacity: int = CAPACITY, copies_per_store: float = 1.0) -> Seco
 
 
 def survivors(policy: SecondChance, keys: Sequence[bytes]) -> list[bytes]:
-    return policy.choose_copies(keys, len(keys))
+    return policy.choose_copies(keys)
 
 
 A, B, C, D = (key_of(number) for number in range(4))
@@ -107,19 +107,17 @@ def test_an_evicted_chunk_leaves_no_mark() -> None:
     assert survivors(policy, [A]) == []
 
 
-@pytest.mark.parametrize(
-    ("copies_per_store", "room", "most"),
-    [(1.0, 40, 40), (0.5, 40, 20), (0.5, 7, 7), (0.0, 40, 0), (1.0, -1, 0)],
-)
-def test_copies_are_bounded_by_room_and_by_stores_and_keep_their_order(
-    copies_per_store: float, room: int, most: int
+@pytest.mark.parametrize(("copies_per_store", "most"), [(1.0, 40), (0.5, 20), (0.0, 0)])
+def test_copies_are_bounded_by_stores_and_keep_their_order(
+    copies_per_store: float, most: int
 ) -> None:
     policy = make_policy(copies_per_store=copies_per_store)
     keys = [key_of(number) for number in range(40)]
     policy.on_stored(len(keys))
     for key in keys:
         policy.on_hit(key)
-    assert policy.choose_copies(keys, room) == keys[:most]
+    assert policy.choose_copies(keys) == keys[:most]
+    assert policy.worth_copying(keys) == keys
 
 
 def test_copies_spend_what_stores_have_saved_up() -> None:
@@ -128,7 +126,7 @@ def test_copies_spend_what_stores_have_saved_up() -> None:
     policy.on_stored(CAPACITY)
     for key in keys:
         policy.on_hit(key)
-    first = policy.choose_copies(keys, 400)
+    first = policy.choose_copies(keys)
     assert first == keys[: CAPACITY // 4]
     policy.on_moved(first)
     assert survivors(policy, keys) == []
@@ -140,11 +138,10 @@ def test_copies_spend_what_stores_have_saved_up() -> None:
     st.lists(st.tuples(st.sampled_from("hmes"), st.integers(0, 30)), max_size=200),
     st.integers(1, 40),
     st.floats(0, 2),
-    st.integers(0, 40),
 )
 @settings(max_examples=200, deadline=None)
 def test_any_sequence_of_calls_gives_an_ordered_bounded_choice(
-    calls: list[tuple[str, int]], capacity: int, copies: float, room: int
+    calls: list[tuple[str, int]], capacity: int, copies: float
 ) -> None:
     policy = make_policy(capacity, copies)
     for name, number in calls:
@@ -158,9 +155,9 @@ def test_any_sequence_of_calls_gives_an_ordered_bounded_choice(
                 "e": lambda key: policy.on_evicted([key]),
             }[name](key)
     victim = [key_of(number) for number in range(31)]
-    chosen = policy.choose_copies(victim, room)
+    chosen = policy.choose_copies(victim)
     assert chosen == [key for key in victim if key in set(chosen)]
-    assert len(chosen) <= min(room, capacity / 4)
+    assert len(chosen) <= capacity / 4
 
 
 def test_memory_does_not_grow_with_the_keys_that_pass() -> None:
@@ -186,12 +183,10 @@ def test_marks_are_kept_apart_when_every_chunk_of_the_root_is_hot() -> None:
     policy.on_stored(len(keys))
     for key in keys:
         policy.on_hit(key)
-    kept = sum(
-        len(policy.choose_copies(keys[at : at + 100], 100)) for at in range(0, 20_000, 100)
-    )
+    kept = sum(len(policy.choose_copies(keys[at : at + 100])) for at in range(0, 20_000, 100))
     others = [key_of(number) for number in range(30_000, 34_000)]
     assert kept >= 0.99 * len(keys)
-    assert len(policy.choose_copies(others, 4_000)) <= 4
+    assert len(policy.choose_copies(others)) <= 4
 
 
 def test_the_default_digest_needs_no_particular_keys() -> None:

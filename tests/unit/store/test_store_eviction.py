@@ -13,14 +13,8 @@ import pytest
 from harness import KIB, MIB, Engine, keys, segments, wait_for
 
 from vllm_tiered_offload.store import format as fmt
-from vllm_tiered_offload.store import reclaimer
 
 SMALL: dict[str, object] = {"max_bytes": 16 * MIB, "segment_bytes": 512 * KIB}
-
-
-@pytest.fixture
-def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reclaimer, "HIT_GRACE", 0.0)
 
 
 def has_a_free_slot(engine: Engine) -> bool:
@@ -52,7 +46,6 @@ def test_the_oldest_segments_go_whatever_their_times(root: Path) -> None:
         assert engine.held(keys(200)) == []
 
 
-@pytest.mark.usefixtures("no_grace")
 def test_chunks_that_are_hit_survive_and_others_do_not(root: Path) -> None:
     hot = keys(20)
     with Engine(root, **SMALL) as engine:
@@ -66,7 +59,6 @@ def test_chunks_that_are_hit_survive_and_others_do_not(root: Path) -> None:
         assert engine.store.stats().copied_chunks >= 20
 
 
-@pytest.mark.usefixtures("no_grace")
 def test_hot_chunks_wait_for_a_segment_with_room(root: Path) -> None:
     """With a slot in reserve there is no need to evict before all of them have moved."""
     with Engine(root, **SMALL) as engine:
@@ -88,7 +80,6 @@ def test_hot_chunks_wait_for_a_segment_with_room(root: Path) -> None:
         assert engine.get(hot) == hot
 
 
-@pytest.mark.usefixtures("no_grace")
 def test_a_rotten_chunk_is_not_made_good_by_copying(root: Path) -> None:
     """A copy carries the checksum it was stored with, and is verified on the way."""
     hot = keys(20)
@@ -119,6 +110,20 @@ def test_a_segment_with_loads_in_flight_is_skipped(root: Path) -> None:
         engine.store.drain()
         (load,) = [done for done in engine.store.take_completions() if done.is_load]
         assert load.ok
+
+
+def test_what_is_asked_for_all_the_time_moves_and_its_segment_goes(root: Path) -> None:
+    """One hot chunk must not keep a whole segment, nor send younger ones before it."""
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(28))
+        for start in range(1000, 3000, 5):
+            assert engine.held(keys(1)) == keys(1)
+            engine.put(keys(5, start))
+            wait_for(lambda: has_a_free_slot(engine))
+            left = sequences(root)
+            assert left[-1] - left[0] < 34  # of 31 slots: they go in order
+        assert engine.store.stats().copied_chunks >= 1
+        assert engine.get(keys(1)) == keys(1)
 
 
 def test_a_recent_hit_keeps_its_segment_for_a_moment(root: Path) -> None:
@@ -227,7 +232,7 @@ def test_a_writer_that_waited_for_an_eviction_takes_what_it_freed(root: Path) ->
             writer.start()
             wait_for(lambda: reclaiming._starving)
             before = engine.counter("evicted_segments")
-            assert reclaiming._evict_one(copy=False)
+            assert reclaiming._evict_coldest()
         writer.join()
         assert answers == [True]
         assert engine.counter("evicted_segments") == before + 1
@@ -262,7 +267,7 @@ def test_a_hit_while_its_segment_is_examined_saves_it_for_now(
             return True
 
         with reclaiming.turn, monkeypatch.context() as patch:
-            patch.setattr(reclaiming, "_copy_hot", hit_meanwhile)
-            assert not reclaiming._evict_one(copy=True)
+            patch.setattr(reclaiming._copier, "copy_hot", hit_meanwhile)
+            assert not reclaiming._evict_prepared()
         assert hits == keys(1)
         assert engine.get(keys(200)) == keys(200)

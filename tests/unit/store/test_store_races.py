@@ -139,7 +139,7 @@ def test_two_that_ask_for_one_owner_are_no_owner(
 
         def ask(engine: Engine) -> None:
             victims = engine.store._disks[0]._reclaimer._candidates()
-            answers.append({segment.header.fingerprint for segment in [next(victims)]})
+            answers.append({segment.header.fingerprint for segment in victims[:1]})
 
         askers = [threading.Thread(target=ask, args=[each]) for each in (one, two)]
         one.put(keys(60, 100))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_tiered_offload.store import ChunkStore, Namespace, StoreSettings
-from vllm_tiered_offload.store.root import segment_bytes_needed
+from vllm_tiered_offload.store.geometry import segment_bytes_needed
 
 MIB = 1 << 20
 _MEMORY = 256 * MIB

@@ -16,7 +16,7 @@ from vllm_tiered_offload.cli.checks import Check, fail, ok, warn
 from vllm_tiered_offload.cli.output import human_bytes
 from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.direct_io import page_aligned
-from vllm_tiered_offload.store.root import read_geometry
+from vllm_tiered_offload.store.geometry import read_geometry
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
 MIB = 1 << 20

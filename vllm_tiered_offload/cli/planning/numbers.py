@@ -13,9 +13,8 @@ from vllm_tiered_offload.cli.planning.groups import KvBlocks, KvGroup, Parallel,
 from vllm_tiered_offload.cli.planning.layers import ModelKv
 from vllm_tiered_offload.cli.planning.model_config import ModelError
 from vllm_tiered_offload.spec.sizing import PoolSize, size_pool
-from vllm_tiered_offload.store import StoreSettings
+from vllm_tiered_offload.store import StoreSettings, geometry
 from vllm_tiered_offload.store import format as segment_format
-from vllm_tiered_offload.store import root as store_root
 
 MIB = 1 << 20
 INDEX_BYTES_PER_CHUNK = 250
@@ -155,11 +154,11 @@ def tokens_in(chunks: int, groups: tuple[KvGroup, ...], blocks_per_chunk: int) -
 
 def chunks_on_disk(disk_bytes: int, chunk_bytes: int, io_bytes: int) -> int:
     """Chunks that a root of `disk_bytes` holds, its records and free ends counted."""
-    least = store_root.least_slots(StoreSettings(root_dirs=(Path("/"),)))
-    segment = store_root.choose_segment_bytes(
+    least = geometry.least_slots(StoreSettings(root_dirs=(Path("/"),)))
+    segment = geometry.choose_segment_bytes(
         disk_bytes, chunk_bytes, segment_format.MIN_PAGE_BYTES, least, None
     )
-    slots = (disk_bytes - store_root.SLACK_BYTES) // (segment + store_root.SLOT_OVERHEAD_BYTES)
+    slots = (disk_bytes - geometry.SLACK_BYTES) // (segment + geometry.SLOT_OVERHEAD_BYTES)
     return slots * chunks_in_segment(segment, chunk_bytes, io_bytes) if slots >= least else 0
 
 
