@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-RootsArgument = Annotated[
+DirsArgument = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="[ROOT_DIR]...",
@@ -30,29 +30,14 @@ RootDirOption = Annotated[
 
 
 def given_roots(
-    roots: Sequence[Path] | None, root_dir: Sequence[Path] | None, most: int | None = None
+    dirs: Sequence[Path] | None, root_dir: Sequence[Path] | None, *, required: bool = True
 ) -> list[Path]:
-    """All directories given in either form, each once; empty where none was.
+    """All directories given in either form, each once.
 
     Raises:
-        ValueError: more than `most`.
+        ValueError: none was, and one is `required`.
     """
-    found = list(dict.fromkeys((*(roots or ()), *(root_dir or ()))))
-    if most is not None and len(found) > most:
-        names = ", ".join(map(str, found))
-        raise ValueError(f"--root-dir: {len(found)} directories given, {most} wanted: {names}")
-    return found
-
-
-def required_roots(
-    roots: Sequence[Path] | None, root_dir: Sequence[Path] | None, most: int | None = None
-) -> list[Path]:
-    """As `given_roots`, at least one.
-
-    Raises:
-        ValueError: none, or more than `most`.
-    """
-    found = given_roots(roots, root_dir, most)
-    if not found:
+    found = list(dict.fromkeys((*(dirs or ()), *(root_dir or ()))))
+    if required and not found:
         raise ValueError("give a root directory, as an argument or with --root-dir")
     return found

@@ -3,34 +3,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_tiered_offload.cli.output import JsonOption, human_bytes, reports_errors
-from vllm_tiered_offload.cli.removal import DryRunOption, remove, tell
-from vllm_tiered_offload.cli.roots import RootsArgument
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.each import on_each
+from vllm_tiered_offload.cli.output import (
+    JsonOption,
+    error_console,
+    human_bytes,
+    reports_errors,
+)
+from vllm_tiered_offload.cli.removal import (
+    Choice,
+    DryRunOption,
+    choose,
+    print_staying,
+    remove,
+    tell,
+)
 from vllm_tiered_offload.store.inspection import look_at
 from vllm_tiered_offload.store.maintenance import removal_order
 
 
 @reports_errors
 def clear(
+    dirs: DirsArgument = None,
     *,
-    roots: RootsArgument,
+    root_dir: RootDirOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove all chunks of a root, except what a running engine is writing."""
-    found = [look_at(root) for root in roots]
-    chosen = [(facts, removal_order(facts)) for facts in found]
+    wanted = given_roots(dirs, root_dir)
+    if as_json and not (yes or dry_run):
+        raise ValueError("--json asks nothing: clear needs --yes with it")
+
+    def work(root: Path) -> Choice:
+        return choose(look_at(root), removal_order)
+
+    chosen, failures = on_each(wanted, work)
     if dry_run:
-        tell(chosen, as_json)
+        tell(chosen, failures, as_json)
         return
     if not yes:
-        if as_json:
-            raise ValueError("--json asks nothing: clear needs --yes with it")
-        size = sum(facts.allocated_bytes for facts in found)
-        typer.confirm(f"Remove {human_bytes(size)} of cached KV?", abort=True, err=True)
-    remove(chosen, as_json)
+        _ask([choice for choice in chosen if choice.segments])
+    remove(chosen, failures, as_json)
+
+
+def _ask(chosen: Sequence[Choice]) -> None:
+    """Ends the command unless the answer is yes. Nothing to remove: no question."""
+    if not chosen:
+        return
+    for choice in chosen:
+        print_staying(error_console(), choice.in_use)
+    count = sum(len(choice.segments) for choice in chosen)
+    size = human_bytes(sum(choice.allocated_bytes for choice in chosen))
+    where = ", ".join(choice.root for choice in chosen)
+    typer.confirm(
+        f"Remove {count} segments, {size} of cached KV, in {where}?", abort=True, err=True
+    )

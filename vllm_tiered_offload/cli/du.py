@@ -8,30 +8,38 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.each import finish, on_each, print_json_list
+from vllm_tiered_offload.cli.facts import model_of, short
 from vllm_tiered_offload.cli.output import (
     JsonOption,
     console,
     human_bytes,
-    print_json,
     reports_errors,
     table,
 )
-from vllm_tiered_offload.cli.roots import RootsArgument, model_of, short
 from vllm_tiered_offload.store.inspection import RootFacts, look_at
 
 _BAR = 30
 
 
 @reports_errors
-def du(*, roots: RootsArgument, as_json: JsonOption = False) -> None:
+def du(
+    dirs: DirsArgument = None,
+    *,
+    root_dir: RootDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Bytes of a root by namespace, its bound, and what is free on its file system."""
-    found = [look_at(root) for root in roots]
+    found, failures = on_each(given_roots(dirs, root_dir), look_at)
     if as_json:
-        print_json([_as_json(facts) for facts in found])
-        return
-    for facts in found:
-        _print_root(console(), facts)
+        print_json_list(map(_as_json, found), failures)
+    else:
+        for facts in found:
+            _print_root(console(), facts)
+    finish(failures)
 
 
 def _states(facts: RootFacts) -> Counter[str]:
@@ -56,10 +64,26 @@ def _as_json(facts: RootFacts) -> dict[str, Any]:
 
 
 def _print_root(out: Console, facts: RootFacts) -> None:
-    geometry = facts.root.geometry
-    out.print(f"[bold]{escape(facts.root.path)}[/]")
+    out.print(f"[bold]{escape(facts.root.path)}[/]", soft_wrap=True)
+    out.print(_sums(facts))
+    shares = table(["|namespace", "model", ">bytes", "|"])
+    for space in sorted(facts.namespaces, key=lambda space: -space.allocated_bytes):
+        if not space.segments:
+            continue
+        share = space.allocated_bytes / facts.allocated_bytes if facts.allocated_bytes else 0
+        shares.add_row(
+            short(space.fingerprint),
+            escape(model_of(space)),
+            human_bytes(space.allocated_bytes),
+            f"{_bar(share)} {share:.0%}",
+        )
+    if shares.row_count:
+        out.print(shares)
+
+
+def _sums(facts: RootFacts) -> Table:
     held = facts.allocated_bytes + facts.root.foreign_bytes
-    bound = geometry.max_bytes
+    bound = facts.root.geometry.max_bytes
     rows = table(["", ">", ""])
     rows.show_header = False
     rows.add_row(
@@ -69,30 +93,19 @@ def _print_root(out: Console, facts: RootFacts) -> None:
         if bound
         else "no max_bytes: bounded by min_free_bytes",
     )
-    states = _states(facts)
-    rows.add_row(
-        "segments",
-        str(len(facts.segments)),
-        ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        + f"; {human_bytes(geometry.segment_bytes)} each",
-    )
+    rows.add_row("segments", str(len(facts.segments)), _segments(facts))
     rows.add_row("chunks", f"{sum(space.chunks for space in facts.namespaces):,}", "")
     rows.add_row("free", human_bytes(facts.free_bytes), "on the file system")
     if facts.strays:
         names = ", ".join(segment.path.rsplit("/", 1)[1] for segment in facts.strays)
         rows.add_row("[yellow]strays[/]", str(len(facts.strays)), f"no segments: {names}")
-    out.print(rows)
-    shares = table(["|namespace", "model", ">bytes", "|"])
-    for space in sorted(facts.namespaces, key=lambda space: -space.allocated_bytes):
-        share = space.allocated_bytes / facts.allocated_bytes if facts.allocated_bytes else 0
-        shares.add_row(
-            short(space.fingerprint),
-            escape(model_of(space)),
-            human_bytes(space.allocated_bytes),
-            f"{_bar(share)} {share:.0%}",
-        )
-    if facts.namespaces:
-        out.print(shares)
+    return rows
+
+
+def _segments(facts: RootFacts) -> str:
+    states = [f"{count} {state}" for state, count in sorted(_states(facts).items())]
+    size = human_bytes(facts.root.geometry.segment_bytes)
+    return f"{', '.join(states)}; {size} each" if states else ""
 
 
 def _bar(share: float) -> str:

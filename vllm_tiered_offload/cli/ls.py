@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from vllm_tiered_offload.cli.output import (
-    JsonOption,
-    console,
-    human_bytes,
-    print_json,
-    reports_errors,
-    table,
-)
-from vllm_tiered_offload.cli.roots import (
-    RootsArgument,
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.each import finish, on_each, print_json_list
+from vllm_tiered_offload.cli.facts import (
     ago,
     chunk_sizes,
     fields_of,
@@ -30,59 +24,77 @@ from vllm_tiered_offload.cli.roots import (
     short,
     space_as_json,
 )
+from vllm_tiered_offload.cli.output import (
+    JsonOption,
+    console,
+    human_bytes,
+    reports_errors,
+    table,
+)
 from vllm_tiered_offload.store.inspection import NamespaceFacts, RootFacts, look_at
 
 _LONGEST_VALUE = 300
+_ROOMY = 120  # columns
 
 
 @reports_errors
 def ls(
+    dirs: DirsArgument = None,
     *,
-    roots: RootsArgument,
+    root_dir: RootDirOption = None,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Every field of every identity.")
+        bool,
+        typer.Option("--long", "-l", help="Every field of every identity, empty ones too."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the namespaces of a root: model, identity, chunks, bytes, last write."""
-    found = [look_at(root) for root in roots]
+    found, failures = on_each(given_roots(dirs, root_dir), look_at)
     if as_json:
-        print_json(
-            [
-                {
-                    "root": facts.root.path,
-                    "namespaces": [space_as_json(space) for space in facts.namespaces],
-                }
-                for facts in found
-            ]
-        )
-        return
-    for facts in found:
-        _print_root(console(), facts, long)
+        print_json_list(map(_as_json, found), failures)
+    else:
+        for facts in found:
+            _print_root(console(), facts, long)
+    finish(failures)
+
+
+def _as_json(facts: RootFacts) -> dict[str, Any]:
+    return {
+        "root": facts.root.path,
+        "namespaces": [space_as_json(space) for space in facts.namespaces],
+    }
 
 
 def _print_root(out: Console, facts: RootFacts, long: bool) -> None:
-    out.print(f"[bold]{escape(facts.root.path)}[/]  {len(facts.namespaces)} namespace(s)")
     spaces = sorted(facts.namespaces, key=lambda space: -space.allocated_bytes)
-    rows = table(
-        ["|namespace", "model", "identity", "kind", ">chunk", ">chunks", ">bytes", "|written"]
-    )
+    shown = [space for space in spaces if long or space.segments]
+    title = f"[bold]{escape(facts.root.path)}[/]  {len(shown)} namespace(s)"
+    if len(shown) < len(spaces):
+        title += f"[dim]; {len(spaces) - len(shown)} without segments, --long has all[/]"
+    out.print(title, soft_wrap=True)
+    if shown:
+        out.print(_overview(shown, out.width))
+    if long:
+        for space in shown:
+            _print_identity(out, space)
+
+
+def _overview(spaces: list[NamespaceFacts], width: int) -> Table:
+    """A line a namespace where there is room for it, else its identity on lines of its own."""
+    narrow = width < _ROOMY
+    words = ["model, identity, kind"] if narrow else ["model", "identity", "kind"]
+    rows = table(["|namespace", *words, ">chunk", ">chunks", ">bytes", "|written"])
     for space in spaces:
+        identity = [escape(model_of(space)), escape(identity_of(space)), _kind(space)]
         rows.add_row(
             short(space.fingerprint),
-            escape(model_of(space)),
-            escape(identity_of(space)),
-            _kind(space),
+            *(["\n".join(filter(None, identity))] if narrow else identity),
             chunk_sizes(space),
             f"{space.chunks:,}",
             human_bytes(space.allocated_bytes),
             ago(space.written_at),
         )
-    if spaces:
-        out.print(rows)
-    if long:
-        for space in spaces:
-            _print_identity(out, space)
+    return rows
 
 
 def _kind(space: NamespaceFacts) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -19,11 +20,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_tiered_offload.config import parse_size
+from vllm_tiered_offload.store.syscalls import explain
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OK, WRONG, NOT_DONE = 0, 1, 2
+# Columns of a pipe: a row of a table stays one line, for grep and cut.
+_PIPE = 1000
 
 JsonOption = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout instead of text.")
@@ -32,7 +36,10 @@ JsonOption = Annotated[
 
 def console() -> Console:
     """Where results go."""
-    return Console(highlight=False, soft_wrap=False)
+    result = Console(highlight=False, soft_wrap=False)
+    if not result.is_terminal and "COLUMNS" not in os.environ:
+        result.width = _PIPE
+    return result
 
 
 def error_console() -> Console:
@@ -54,11 +61,23 @@ def reports_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except (ValueError, OSError) as error:
             if kwargs.get("as_json"):
-                print_json({"error": str(error)})
-            error_console().print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+                print_json({"error": one_line(error)})
+            print_error(one_line(error))
             raise typer.Exit(NOT_DONE) from None
 
     return command
+
+
+def print_error(line: str) -> None:
+    error_console().print(f"[bold red]error[/] {escape(line)}", soft_wrap=True)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong; the path and the errno's name where the system said so."""
+    if isinstance(error, OSError) and error.errno is not None:
+        path = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return f"{path}{explain(error)}"
+    return str(error)
 
 
 def size_option(text: str | None, option: str) -> int | None:

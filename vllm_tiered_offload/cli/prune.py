@@ -4,26 +4,33 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.each import on_each
+from vllm_tiered_offload.cli.facts import duration
 from vllm_tiered_offload.cli.output import JsonOption, reports_errors, size_option
-from vllm_tiered_offload.cli.removal import DryRunOption, remove, tell
-from vllm_tiered_offload.cli.roots import RootsArgument, duration
-from vllm_tiered_offload.store import maintenance as care
-from vllm_tiered_offload.store.inspection import (
-    NamespaceFacts,
-    RootFacts,
-    SegmentFacts,
-    look_at,
+from vllm_tiered_offload.cli.removal import (
+    Choice,
+    Criterion,
+    DryRunOption,
+    choose,
+    remove,
+    tell,
 )
+from vllm_tiered_offload.store import maintenance as care
+from vllm_tiered_offload.store.inspection import NamespaceFacts, RootFacts, look_at
 
 
 @reports_errors
 def prune(
+    dirs: DirsArgument = None,
     *,
-    roots: RootsArgument,
+    root_dir: RootDirOption = None,
     max_bytes: Annotated[
         str | None, typer.Option(help="Remove the oldest segments over this size.")
     ] = None,
@@ -41,25 +48,38 @@ def prune(
     as_json: JsonOption = False,
 ) -> None:
     """Remove segments by exactly one criterion. Running engines take it for an eviction."""
+    wanted = given_roots(dirs, root_dir)
+    criterion = _criterion(max_bytes, older_than, namespace, orphans)
+
+    def work(root: Path) -> Choice:
+        return choose(look_at(root), criterion)
+
+    chosen, failures = on_each(wanted, work)
+    (tell if dry_run else remove)(chosen, failures, as_json)
+
+
+def _criterion(
+    max_bytes: str | None, older_than: str | None, namespace: str | None, orphans: bool
+) -> Criterion:
+    """The one that was given.
+
+    Raises:
+        ValueError: none or several were, or its value is none.
+    """
     given = [max_bytes is not None, older_than is not None, namespace is not None, orphans]
     if sum(given) != 1:
         raise ValueError(
             "give exactly one of --max-bytes, --older-than, --namespace, --orphans"
         )
     limit = size_option(max_bytes, "--max-bytes")
-    age = duration(older_than, "--older-than") if older_than is not None else None
-
-    def choose(facts: RootFacts) -> list[SegmentFacts]:
-        if limit is not None:
-            return care.over_bytes(facts, limit)
-        if age is not None:
-            return care.older_than(facts, age, time.time())
-        if namespace is not None:
-            return care.of_namespaces(facts, [find_namespace(facts, namespace)])
-        return care.orphans(facts)
-
-    chosen = [(facts, choose(facts)) for facts in (look_at(root) for root in roots)]
-    (tell if dry_run else remove)(chosen, as_json)
+    if limit is not None:
+        return partial(care.over_bytes, max_bytes=limit)
+    if older_than is not None:
+        age = duration(older_than, "--older-than")
+        return partial(care.older_than, seconds=age, now=time.time())
+    if namespace is not None:
+        return lambda facts: care.of_namespaces(facts, [find_namespace(facts, namespace)])
+    return care.orphans
 
 
 def find_namespace(facts: RootFacts, prefix: str) -> NamespaceFacts:

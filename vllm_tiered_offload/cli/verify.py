@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,18 +19,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.each import finish, on_each, print_json_list
 from vllm_tiered_offload.cli.output import (
-    WRONG,
     JsonOption,
     console,
     error_console,
     human_bytes,
-    print_json,
     reports_errors,
     size_option,
 )
 from vllm_tiered_offload.cli.removal import print_removed, removed_as_json
-from vllm_tiered_offload.cli.roots import RootsArgument
 from vllm_tiered_offload.store.inspection import RootFacts, look_at
 from vllm_tiered_offload.store.maintenance import (
     Damage,
@@ -39,10 +40,21 @@ from vllm_tiered_offload.store.maintenance import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A root that was read; `removed` is None unless something was to be repaired."""
+
+    facts: RootFacts
+    damages: list[Damage]
+    chunks: int
+    removed: Removed | None = None
+
+
 @reports_errors
 def verify(
+    dirs: DirsArgument = None,
     *,
-    roots: RootsArgument,
+    root_dir: RootDirOption = None,
     rate: Annotated[
         str, typer.Option(help="Bytes per second at most; 0: as fast as it goes.")
     ] = "200MB",
@@ -53,39 +65,39 @@ def verify(
 ) -> None:
     """Read every chunk and compare its checksum. Exit code 1 if anything is damaged."""
     pace = Pace(size_option(rate, "--rate") or 0)
-    reports = []
-    for root in roots:
-        facts = look_at(root)
-        damages, chunks = _verify(facts, pace)
-        removed = None
-        if repair and damages:
-            removed = remove_segments(facts.root, [found.segment for found in damages])
-        reports.append((facts, damages, chunks, removed))
+
+    def work(root: Path) -> Report:
+        report = _verify(look_at(root), pace)
+        if repair and report.damages:
+            damaged = [found.segment for found in report.damages]
+            report = replace(report, removed=remove_segments(report.facts.root, damaged))
+        if not as_json:
+            _print(console(), report)
+        return report
+
+    reports, failures = on_each(given_roots(dirs, root_dir), work)
     if as_json:
-        print_json([_as_json(*report) for report in reports])
-    else:
-        for report in reports:
-            _print(console(), *report)
-    if any(damages for _, damages, _, _ in reports):
-        raise typer.Exit(WRONG)
+        print_json_list(map(_as_json, reports), failures)
+    finish(failures, wrong=any(report.damages for report in reports))
 
 
-def _verify(facts: RootFacts, pace: Pace) -> tuple[list[Damage], int]:
-    """What is damaged, and how many chunks were read."""
+def _verify(facts: RootFacts, pace: Pace) -> Report:
     total = sum(
         segment.chunks * segment.header.chunk_bytes
         for segment in facts.segments
         if segment.header
     )
     chunks = 0
+    notes = error_console()
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=error_console(),
+        console=notes,
         transient=True,
+        disable=not notes.is_terminal,
     ) as progress:
         task = progress.add_task(facts.root.path, total=total)
 
@@ -95,42 +107,40 @@ def _verify(facts: RootFacts, pace: Pace) -> tuple[list[Damage], int]:
             progress.advance(task, size)
 
         damages = list(Verifier(facts.root, pace, on_chunks).verify(facts.segments))
-    return damages, chunks
+    return Report(facts, damages, chunks)
 
 
-def _print(
-    out: Console, facts: RootFacts, damages: list[Damage], chunks: int, removed: Removed | None
-) -> None:
+def _print(out: Console, report: Report) -> None:
+    facts, damages = report.facts, report.damages
     size = human_bytes(facts.allocated_bytes)
     if not damages:
-        out.print(f"{escape(facts.root.path)}: [green]{chunks:,} chunks good[/], {size}")
+        out.print(f"{escape(facts.root.path)}: [green]{report.chunks:,} chunks good[/], {size}")
         return
     bad = sum(len(found.keys) for found in damages)
     out.print(
         f"{escape(facts.root.path)}: [red]{len(damages)} segment(s) damaged[/], {bad} of "
-        f"{chunks:,} chunks bad, {size}"
+        f"{report.chunks:,} chunks bad, {size}"
     )
     for found in damages:
         out.print(f"  {escape(found.segment.path)}: {escape(found.problem)}")
-    if removed is not None:
-        print_removed(out, facts, removed)
+    if report.removed is not None:
+        print_removed(out, facts, report.removed)
     else:
         out.print("  engines treat bad chunks as misses; --repair drops these segments")
 
 
-def _as_json(
-    facts: RootFacts, damages: list[Damage], chunks: int, removed: Removed | None
-) -> dict[str, Any]:
+def _as_json(report: Report) -> dict[str, Any]:
+    removed = report.removed
     return {
-        "root": facts.root.path,
-        "chunks": chunks,
+        "root": report.facts.root.path,
+        "chunks": report.chunks,
         "damaged": [
             {
                 "path": found.segment.path,
                 "problem": found.problem,
                 "keys": [key.hex() for key in found.keys],
             }
-            for found in damages
+            for found in report.damages
         ],
-        "repaired": removed_as_json(facts, removed) if removed is not None else None,
+        "repaired": removed_as_json(report.facts, removed) if removed is not None else None,
     }

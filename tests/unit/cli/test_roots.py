@@ -16,8 +16,9 @@ from tests.support.store_roots import (
     make_root,
     open_store,
 )
+from vllm_tiered_offload.cli.facts import ago, duration, identity_of, model_of
 from vllm_tiered_offload.cli.main import app
-from vllm_tiered_offload.cli.roots import ago, duration, identity_of, model_of
+from vllm_tiered_offload.cli.output import human_bytes, one_line
 from vllm_tiered_offload.store import Namespace
 from vllm_tiered_offload.store.inspection import look_at
 
@@ -35,9 +36,9 @@ DESCRIBED = Namespace(
 )
 
 
-def run(*arguments: object, stdin: str | None = None):
+def run(*arguments: object, stdin: str | None = None, columns: str | None = "200"):
     return CliRunner().invoke(
-        app, [str(argument) for argument in arguments], input=stdin, env={"COLUMNS": "200"}
+        app, [str(argument) for argument in arguments], input=stdin, env={"COLUMNS": columns}
     )
 
 
@@ -85,6 +86,31 @@ class TestLs:
             make_root(tmp_path / name, 3)
         assert len(run_json("ls", tmp_path / "a", tmp_path / "b")) == 2
 
+    def test_without_segments_only_when_asked(self, root):
+        with open_store(root, DESCRIBED):
+            pass
+        assert "1 namespace(s); 1 without segments" in run("ls", root).stdout
+        assert DESCRIBED.fingerprint[:12] not in run("ls", root).stdout
+        assert DESCRIBED.fingerprint[:12] in run("ls", "--long", root).stdout
+        assert DESCRIBED.fingerprint[:12] not in run("du", root).stdout
+
+    def test_a_terminal_of_80_columns(self, tmp_path):
+        make_root(tmp_path, 5, DESCRIBED)
+        lines = run("ls", tmp_path, columns="80").stdout.splitlines()[1:]
+        assert max(map(len, lines)) <= 80
+        for words in ("org/name-7B", "fp8 tp=2 cache_namespace=blue", "shared"):
+            assert any(words in line for line in lines), words
+
+    def test_a_pipe_has_a_namespace_a_line(self, tmp_path):
+        make_root(tmp_path, 5, DESCRIBED)
+        (line,) = (
+            line
+            for line in run("ls", tmp_path, columns=None).stdout.splitlines()
+            if DESCRIBED.fingerprint[:12] in line
+        )
+        assert "org/name-7B" in line
+        assert "fp8 tp=2 cache_namespace=blue" in line
+
 
 class TestDu:
     def test_numbers_agree_with_the_files(self, root):
@@ -99,7 +125,15 @@ class TestDu:
         (root / "segments" / "000040.seg").touch()
         output = run("du", root).output
         assert "of 64 MiB" in output
+        assert "sealed; 1 MiB each" in output
         assert "000040.seg" in output
+
+    def test_no_segments(self, root):
+        run("clear", "--yes", root)
+        (line,) = (
+            line for line in run("du", root).stdout.splitlines() if line.startswith("segments")
+        )
+        assert line.split() == ["segments", "0"]
 
 
 class TestVerify:
@@ -171,6 +205,28 @@ class TestPrune:
         assert sorted(os.listdir(root / "segments")) == before
 
     @pytest.mark.parametrize(
+        "criterion", [["--max-bytes", "0"], ["--older-than", "0s"], ["--namespace", "12"]]
+    )
+    def test_what_stays_and_why(self, root, criterion):
+        with open_store(root, DESCRIBED) as store:
+            fill(store, range(5))
+            planned = run("prune", *criterion, "--dry-run", root)
+            (document,) = run_json("prune", *criterion, "--dry-run", root)
+            done = run("prune", *criterion, root)
+        for result in (planned, done):
+            assert "1 stays, 1 MiB: in use by a running engine" in result.stdout
+        (busy,) = document["busy"]
+        assert busy["state"] == "writing"
+        assert busy["path"] not in [taken["path"] for taken in document["would_remove"]]
+
+    def test_what_was_not_asked_for_does_not_stay(self, root):
+        with open_store(root, DESCRIBED) as store:
+            fill(store, range(5))
+            result = run("prune", "--namespace", "abab", root)
+        assert "removed" in result.stdout
+        assert "stay" not in result.stdout
+
+    @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ([], "exactly one"),
@@ -205,22 +261,97 @@ class TestClear:
     def test_beside_a_running_store(self, root):
         with open_store(root) as store:
             fill(store, range(100, 103))
-            result = run("clear", "--yes", root)
+            result = run("clear", root, stdin="y\n")
             assert result.exit_code == 0
-            assert "left 1 that a running engine uses" in result.stdout
+            assert "1 stays, 1 MiB: in use by a running engine" in result.stdout
             fill(store, range(200, 203))
         assert look_at(root).namespaces[0].chunks == 6
+
+    def test_the_question_says_what_will_go(self, root):
+        sealed = look_at(root)
+        with open_store(root) as store:
+            fill(store, range(100, 103))
+            question = run("clear", root, stdin="n\n").stderr
+        size = human_bytes(sealed.allocated_bytes)
+        assert f"Remove {len(sealed.segments)} segments, {size} of cached KV" in question
+        assert str(root) in question
+        assert "1 stays" in question
+
+    def test_nothing_to_remove_asks_nothing(self, tmp_path):
+        with open_store(tmp_path) as store:
+            fill(store, range(3))
+            result = run("clear", tmp_path)
+        assert result.exit_code == 0
+        assert "Remove" not in result.output
+        assert "removed 0 of 1 segments" in result.stdout
+        assert "1 stays" in result.stdout
 
     def test_a_dry_run(self, root):
         (found,) = run_json("clear", "--dry-run", root)
         assert len(found["would_remove"]) == len(look_at(root).segments)
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "clear"])
+COMMANDS = {
+    "ls": [],
+    "du": [],
+    "verify": [],
+    "prune": ["--max-bytes", "0"],
+    "clear": ["--yes"],
+}
+each_command = pytest.mark.parametrize("command", COMMANDS)
+
+
+@each_command
 def test_not_a_root(tmp_path, command):
-    result = run(command, tmp_path, *(["--yes"] if command == "clear" else []))
+    result = run(command, tmp_path, *COMMANDS[command])
     assert result.exit_code == 2
     assert "holds no store" in result.stderr
+
+
+@each_command
+def test_no_root_at_all(command):
+    result = run(command, *COMMANDS[command])
+    assert result.exit_code == 2
+    assert "--root-dir" in result.stderr
+
+
+@each_command
+def test_roots_by_position_and_by_name(tmp_path, command):
+    for name in ("a", "b"):
+        make_root(tmp_path / name, 3)
+    a, b = tmp_path / "a", tmp_path / "b"
+    for given in ([a, b], ["--root-dir", a, "-r", b], [a, "--root-dir", b, "-r", a]):
+        found = run_json(command, *COMMANDS[command], *given)
+        assert [entry["root"] for entry in found] == [str(a), str(b)]
+
+
+@each_command
+def test_a_bad_root_keeps_nothing_from_the_good_ones(tmp_path, command):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    make_root(good, 3)
+    for given in ([good, bad], [bad, good]):
+        result = run(command, *COMMANDS[command], *given)
+        assert result.exit_code == 2
+        assert str(good) in result.stdout
+        assert str(bad) not in result.stdout
+        (line,) = result.stderr.splitlines()
+        assert f"{bad} is not a directory" in line
+    found = run_json(command, *COMMANDS[command], bad, good, code=2)
+    assert [entry["root"] for entry in found] == [str(good), str(bad)]
+    assert "is not a directory" in found[1]["error"]
+
+
+def test_damage_beside_a_bad_root_is_not_done(tmp_path):
+    make_root(tmp_path / "a", 3)
+    damage(look_at(tmp_path / "a").segments[0].path, 2 * 4096)
+    result = run("verify", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == 2
+    assert "damaged" in result.stdout
+
+
+def test_errors_of_the_system_have_path_and_name():
+    assert one_line(OSError(13, "Permission denied", "/kv")) == "/kv: EACCES: Permission denied"
+    assert one_line(ValueError("as it is")) == "as it is"
 
 
 @pytest.mark.parametrize(

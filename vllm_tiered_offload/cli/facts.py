@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands that look at roots share: the argument, and a namespace in words."""
+"""What lies in a root, in words and as JSON."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from vllm_tiered_offload.cli.output import human_bytes, human_seconds
 from vllm_tiered_offload.store.inspection import NamespaceFacts, SegmentFacts
 
 SHOWN_DIGITS = 12
 
-RootsArgument = Annotated[
-    list[Path], typer.Argument(help="Root directories, as root_dir in the configuration.")
-]
 _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
