@@ -29,6 +29,8 @@ def metrics(scale: float = 1.0, **replaced: float) -> str:
         "oldest": 0,
         "checksum": 0,
         "never": 0,
+        "free": 1e12,
+        "chunks": 15000,
         **replaced,
     }
     tier = "vllm:kv_offload_odirect_"
@@ -48,8 +50,8 @@ vllm:kv_offload_store_bytes_total{{{ENGINE}}} {2e9 * scale}
 vllm:kv_offload_cpu_cache_usage_perc{{{ENGINE}}} 0.25
 {tier}resident_bytes{{{ROOT}}} {values["resident"]}
 {tier}capacity_bytes{{{ROOT}}} 60e9
-{tier}resident_chunks{{{ROOT}}} 15000
-{tier}free_bytes{{{ROOT}}} 1e12
+{tier}resident_chunks{{{ROOT}}} {values["chunks"]}
+{tier}free_bytes{{{ROOT}}} {values["free"]}
 {tier}oldest_operation_seconds{{{ROOT}}} {values["oldest"]}
 {tier}stores_paused{{{ROOT}}} {values["paused"]}
 {tier}stalled{{{ROOT}}} {values["stalled"]}
@@ -71,8 +73,8 @@ def seen(before: str, now: str, seconds: float = 2.0):
     return summarize(parse(before, 10.0), parse(now, 10.0 + seconds))
 
 
-def drawn(view, problem: str = "") -> str:
-    out = Console(width=160, record=True, file=open("/dev/null", "w"))
+def drawn(view, problem: str = "", width: int = 160) -> str:
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))
     out.print(render(view, "http://here/metrics", problem))
     return out.export_text()
 
@@ -179,6 +181,12 @@ class TestScreen:
     def test_trouble_is_said(self, replaced, words):
         assert words in drawn(seen(metrics(1), metrics(1, **replaced)))
 
+    def test_80_columns_are_enough(self):
+        text = drawn(seen(metrics(1), metrics(2, free=999e12, chunks=999e9)), width=80)
+        wide = drawn(seen(metrics(1), metrics(2, free=999e12, chunks=999e9)))
+        assert text == wide  # nothing was folded or cut
+        assert max(map(len, text.splitlines())) <= 80
+
     def test_an_engine_without_the_tier(self):
         text = 'vllm:prefix_cache_queries_total{model_name="m"} 5\n'
         assert "no odirect_fs tier" in drawn(seen(text, text))
@@ -213,8 +221,8 @@ def serving(*answers: str):
         thread.join()
 
 
-def top(*arguments: str):
-    return CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "160"})
+def top(*arguments: str, columns: str | None = "80"):
+    return CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": columns})
 
 
 class TestCommand:

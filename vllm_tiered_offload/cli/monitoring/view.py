@@ -25,7 +25,8 @@ def render(view: Summary, url: str, problem: str = "") -> Group:
         parts.append(Text.from_markup(f"[bold red]{escape(problem)}[/]"))
     parts.append(_lookups(view))
     if view.has_tier:
-        parts += [Text(), _roots(view)]
+        parts.append(Text())
+        parts += [Text.from_markup(_root(root)) for root in view.roots]
     else:
         parts.append(
             Text.from_markup(
@@ -54,25 +55,24 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _roots(view: Summary) -> Table:
-    rows = table(
-        ["root", ">resident", "|", ">chunks", ">free", ">in", ">out", ">evicted", "state"],
+def _root(root: RootView) -> str:
+    """Three lines: a table with all of this would be wider than a terminal."""
+    full = f"{human_bytes(root.resident_bytes):>9}"
+    if root.capacity_bytes:
+        share = root.resident_bytes / root.capacity_bytes
+        full += f" {_bar(share)} {share:>4.0%} of {human_bytes(root.capacity_bytes)}"
+    return (
+        f"[bold]{escape(root.path)}[/]  {_state(root)}\n"
+        f"{full}, {human_count(root.chunks)} chunks, {human_bytes(root.free_bytes)} free\n"
+        f"  written {_per_second(root.written_per_second):>9}"
+        f"   read {_per_second(root.read_per_second):>9}"
+        f"   evicted {_per_second(root.evicted_per_second):>9}"
     )
-    for root in view.roots:
-        share = root.resident_bytes / root.capacity_bytes if root.capacity_bytes else 0.0
-        full = round(min(1.0, share) * _BAR)
-        rows.add_row(
-            escape(root.path),
-            human_bytes(root.resident_bytes),
-            f"[cyan]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/] {share:.0%}",
-            human_count(root.chunks),
-            human_bytes(root.free_bytes),
-            _per_second(root.written_per_second),
-            _per_second(root.read_per_second),
-            _per_second(root.evicted_per_second),
-            _state(root),
-        )
-    return rows
+
+
+def _bar(share: float) -> str:
+    full = round(min(1.0, share) * _BAR)
+    return f"[cyan]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/]"
 
 
 def _per_second(rate: float) -> str:
