@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -34,6 +37,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from vllm_tiered_offload.compat import call
 from vllm_tiered_offload.pins import Admission, PinBook, PinSettings
+from vllm_tiered_offload.pool_metrics import PoolMetrics
 from vllm_tiered_offload.promotion import enlist, free_chunks, group_count, ready, reserve
 from vllm_tiered_offload.room import Room, Verdict
 from vllm_tiered_offload.transfers import OpenTransfers
@@ -71,6 +75,8 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         self._book = PinBook(pins or PinSettings(), clock)
         groups = group_count(secondary_tiers)
         self._room = Room(primary_tier._num_chunks, self._book, groups)
+        row_bytes = primary_tier.get_kv_memoryview().strides[0]
+        self._pool_metrics = PoolMetrics(self._book, row_bytes, self._room.most)
         self._transfers = OpenTransfers()
         self._asking: Admission | None = None
         self._told_to_wait = False
@@ -168,11 +174,13 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
         if keys:
             self.primary_tier.complete_read(keys, admission.request)
 
-    def _end_admission(self, req_context: ReqContext) -> Admission | None:
+    def _end_admission(
+        self, req_context: ReqContext, *, gone: bool = False
+    ) -> Admission | None:
         """The request has started or ended: its pins go, its next try is a new one."""
         admission = self._book.find(req_context.req_id, req_context)
         if admission is not None:
-            self._unpin(admission, self._book.end_admission(admission))
+            self._unpin(admission, self._book.end_admission(admission, gone=gone))
         return admission
 
     def prepare_load(
@@ -233,7 +241,7 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     def on_request_finished(
         self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
     ) -> None:
-        if self._end_admission(req_context) is None:
+        if self._end_admission(req_context, gone=True) is None:
             return
         self._forget(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
@@ -245,7 +253,7 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
     def _retire(self, req_id: str) -> None:
         """Close a request whose id comes again before its last store ended."""
         state = self._req_state[req_id]
-        if self._end_admission(state.req_context) is not None:
+        if self._end_admission(state.req_context, gone=True) is not None:
             self._forget(req_id)
             self.primary_tier.on_request_finished(state.req_context)
         state.is_finished = True
@@ -292,7 +300,11 @@ class PinnedTieringManager(TieringOffloadingManager):  # type: ignore[misc]
             yield from super().take_events()
 
     def get_stats(self) -> Any:
-        return None if self._shut else super().get_stats()
+        if self._shut:
+            return None
+        stats = super().get_stats() or OffloadingConnectorStats()
+        self._pool_metrics.add_to(stats)
+        return stats
 
     def shutdown(self) -> None:
         if self._shut:

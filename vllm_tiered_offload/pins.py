@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from vllm_tiered_offload.waits import GONE, IN_TIME, Waits
+
 
 @dataclass(frozen=True, slots=True)
 class PinSettings:
@@ -109,6 +111,8 @@ class PinBook:
         self.settings = settings
         self.clock = clock
         self.step = 0
+        self.waits = Waits(clock)
+        self.expired_requests = 0  # that lost their pins at the deadline
         self.queued: dict[bytes, Admission] = {}
         self._flying: dict[bytes, float] = {}  # key -> when its promotion began
         self.stuck: set[bytes] = set()  # promotions past the deadline: not waited for
@@ -116,6 +120,16 @@ class PinBook:
         self._admissions: dict[str, Admission] = {}
         self._touched: dict[Admission, None] = {}
         self._holders: dict[Admission, None] = {}  # in the order of `pinned_since`
+
+    @property
+    def pinned(self) -> int:
+        """Chunks that somebody holds."""
+        return len(self._pins)
+
+    @property
+    def flying(self) -> int:
+        """Chunks that are being read."""
+        return len(self._flying)
 
     @property
     def held(self) -> int:
@@ -141,8 +155,9 @@ class PinBook:
         self._admissions.clear()
         self.queued.clear()
 
-    def end_admission(self, admission: Admission) -> list[bytes]:
+    def end_admission(self, admission: Admission, *, gone: bool = False) -> list[bytes]:
         """The request has started or is gone; returns the keys to unpin."""
+        self.waits.end(admission, GONE if gone else IN_TIME)
         self.drop_queue(admission)
         self._touched.pop(admission, None)
         keys = self.release(admission)
@@ -152,7 +167,7 @@ class PinBook:
     def reset(self) -> None:
         """The pool is empty: no pins, and every request alive becomes stale."""
         for admission in self._admissions.values():
-            self.end_admission(admission)
+            self.end_admission(admission, gone=True)
             admission.stale = True
 
     # --- the step ---
@@ -198,6 +213,7 @@ class PinBook:
     # --- promotions and pins ---
 
     def launched(self, admission: Admission, keys: Collection[bytes]) -> None:
+        self.waits.end(admission, IN_TIME)
         self._flying.update(dict.fromkeys(keys, self.clock()))
         admission.flying.update(keys)
         admission.tried.update(keys)
@@ -249,13 +265,15 @@ class PinBook:
                 break
             admission.expired = True
             overdue.append(admission)
+        self.expired_requests += len(overdue)
         return overdue
 
     def counts(self) -> dict[str, int]:
         """All 0 when nothing is under way."""
         return {
             "requests": len(self._admissions),
-            "pinned": len(self._pins),
-            "flying": len(self._flying),
+            "pinned": self.pinned,
+            "flying": self.flying,
             "queued": len(self.queued),
+            "waiting": len(self.waits),
         }

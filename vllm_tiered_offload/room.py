@@ -21,6 +21,7 @@ import enum
 from collections.abc import Callable
 
 from vllm_tiered_offload.pins import Admission, PinBook
+from vllm_tiered_offload.waits import IN_TIME, OUT_OF_PATIENCE
 
 PositionOf = Callable[[bytes], "int | None"]
 
@@ -52,7 +53,7 @@ class Room:
         settings = book.settings
         self.cap = max(1, int(num_chunks * settings.max_share)) if num_chunks else 0
         self.headroom = int(num_chunks * settings.store_headroom)
-        self._most = min(self.cap, num_chunks - self.headroom)
+        self.most = min(self.cap, num_chunks - self.headroom)
         self._groups = groups
         self._book = book
 
@@ -88,6 +89,9 @@ class Room:
             return Verdict.WAIT
         if self._groups > 1 and self._cut_the_first(admission, key[-4:], position_of):
             return self.ask(admission, key, tier, free, position_of)
+        # With patience left it has enough by now of what others read.
+        patient = self._has_patience(admission)
+        self._book.waits.end(admission, IN_TIME if patient else OUT_OF_PATIENCE)
         admission.full.add(key[-4:])
         if self._groups > 1:
             self._cut(admission, key[-4:], key, position_of)
@@ -121,15 +125,17 @@ class Room:
             return False
         has = len(admission.hits) + len(admission.queue)
         # Most of a prefix with windows may well be of no use at all.
-        return has < self._most * (_ENOUGH if self._groups == 1 else 1.0)
+        return has < self.most * (_ENOUGH if self._groups == 1 else 1.0)
 
     def _has_patience(self, admission: Admission) -> bool:
         since, patience = admission.waiting_since, self._book.settings.patience
         return patience > 0 and (since is None or self._book.clock() - since < patience)
 
     def _try_again(self, admission: Admission, room: int) -> bool:
-        if room <= admission.refused_room and self._has_patience(admission):
-            return False
+        if room <= admission.refused_room:
+            if self._has_patience(admission):
+                return False
+            self._book.waits.end(admission, OUT_OF_PATIENCE)
         admission.waiting = False
         return True
 
@@ -139,6 +145,7 @@ class Room:
         admission.refused_room = room + len(admission.queue)
         if admission.waiting_since is None:
             admission.waiting_since = self._book.clock()
+        self._book.waits.begin(admission)
         for queued in (*self._book.drop_queue(admission), key):
             admission.blocked.setdefault(queued[-4:], queued)
 

@@ -10,43 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm.v1.metrics.loggers
 import yaml
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    get_connector_metric_definitions,
-)
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingHistogramMetadata
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.support.series import series
+from vllm_tiered_offload import pool_metrics
 from vllm_tiered_offload.fs_tier.metrics import PREFIX, metric_definitions
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DASHBOARD = EXAMPLES / "grafana" / "dashboards" / "vllm-tiered-offload.json"
 ALERTS = EXAMPLES / "prometheus" / "alerts.yml"
-# What Prometheus and vLLM put on every series.
-COMMON_LABELS = {"instance", "job", "engine", "model_name", "le"}
-
-
-def series() -> dict[str, set[str]]:
-    """Every series of a server with our tier, with its labels."""
-    definitions = {
-        **TieringOffloadingSpec.build_metric_definitions({}),
-        **get_connector_metric_definitions(),
-        **metric_definitions(),
-    }
-    found: dict[str, set[str]] = {}
-    for name, metadata in definitions.items():
-        labels = set(metadata.labelnames) | COMMON_LABELS
-        if isinstance(metadata, OffloadingCounterMetadata):
-            found[f"{name}_total"] = labels
-        elif isinstance(metadata, OffloadingHistogramMetadata):
-            found.update({f"{name}_{part}": labels for part in ("bucket", "sum", "count")})
-        else:
-            found[name] = labels
-    source = Path(vllm.v1.metrics.loggers.__file__).read_text()
-    for name in re.findall(r'"(vllm:\w+)"', source):
-        found.update({f"{name}{part}": COMMON_LABELS for part in ("", "_total", "_bucket")})
-    return found
 
 
 def panels() -> Iterator[tuple[str, str, str]]:
@@ -110,12 +82,14 @@ def test_alert_texts_use_only_labels_that_the_query_keeps() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
 
 
-def test_every_series_of_the_tier_is_on_the_dashboard() -> None:
+def test_every_series_of_ours_is_on_the_dashboard() -> None:
     shown = {
         name.removesuffix("_total") for _, query, _ in panels() for name in names_in(query)
     }
     # Chunks and bytes tell the same story, the dashboard shows bytes.
-    expected = set(metric_definitions()) - {PREFIX + "stored_chunks", PREFIX + "loaded_chunks"}
+    expected = {*metric_definitions(), *pool_metrics.metric_definitions()}
+    expected -= {PREFIX + "stored_chunks", PREFIX + "loaded_chunks"}
+    expected -= {pool_metrics.PREFIX + "pinned_chunks"}
     assert expected <= shown
 
 

@@ -27,6 +27,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from vllm_tiered_offload.reports import Increases
+
 if TYPE_CHECKING:
     from vllm_tiered_offload.store import RootStats, StoreStats
 
@@ -45,8 +47,11 @@ _ROOT_GAUGES: dict[str, tuple[str, Callable[[RootStats], int | float]]] = {
         lambda root: root.chunks,
     ),
     "capacity_bytes": (
-        "Bytes that segments may take in this root.",
-        lambda root: root.slots * root.segment_bytes,
+        "Bytes that segments may take in this root: the bound, or what is there and what is "
+        "free where that is less.",
+        lambda root: min(
+            root.slots * root.segment_bytes, root.resident_bytes + root.free_bytes
+        ),
     ),
     "free_bytes": ("Bytes free in the root's file system.", lambda root: root.free_bytes),
     "free_inodes": ("Inodes free in the root's file system.", lambda root: root.free_inodes),
@@ -180,7 +185,7 @@ class TierMetrics:
         self._chunk_bytes = chunk_bytes
         self._padding = padding
         self._clock = clock
-        self._reported: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._increases = Increases()
         self._dropped = dict.fromkeys(_DROPPED_HERE, 0)
         self._requested = 0
         self._first_store: float | None = None
@@ -248,7 +253,7 @@ class TierMetrics:
         labels: tuple[str, ...],
         counters: Mapping[str, int],
     ) -> None:
-        if (_IO_ERROR, (*labels, *_IO_ERRORS_EXPECTED[0])) not in self._reported:
+        if not self._increases.has(PREFIX + _IO_ERROR, (*labels, *_IO_ERRORS_EXPECTED[0])):
             for pair in _IO_ERRORS_EXPECTED:
                 self._count(out, _IO_ERROR, (*labels, *pair), 0)
         for name, value in counters.items():
@@ -265,8 +270,4 @@ class TierMetrics:
     def _count(
         self, out: OffloadingConnectorStats, name: str, labels: tuple[str, ...], total: int
     ) -> None:
-        series = (name, labels)
-        before = self._reported.get(series)
-        if before is None or total > before:
-            self._reported[series] = total
-            out.increase_counter(PREFIX + name, total - (before or 0), labels)
+        self._increases.report(out, PREFIX + name, total, labels)

@@ -12,13 +12,17 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from vllm_tiered_offload import compat, plugin
+from vllm_tiered_offload import compat, plugin, pool_metrics
 from vllm_tiered_offload.manager import PinnedTieringManager, PinSettings
 from vllm_tiered_offload.region.shared_region import SharedOffloadRegion
 from vllm_tiered_offload.spec.aligned import AlignedSpec
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        OffloadingManager,
+        OffloadingMetricMetadata,
+    )
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 logger = init_logger("vllm.tiered_offload.spec")
@@ -41,6 +45,13 @@ class AlignedTieringOffloadingSpec(AlignedSpec, TieringOffloadingSpec):  # type:
     # What the workers found out about the model, one entry a rank, for the
     # tiers to identify a persistent cache by; None until the manager is made.
     identity_facts: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        ours = pool_metrics.metric_definitions()
+        return {**super().build_metric_definitions(extra_config), **ours}
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> Any:
         if self.config.canonical_layout:
