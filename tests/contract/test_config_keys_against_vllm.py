@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from vllm_tiered_offload.config import FsTierSettings, SpecSettings
+from vllm_tiered_offload.config import FsTierSettings, SpecSettings, transfer
 
 pytest.importorskip("vllm.v1.kv_offload.base")
 
@@ -44,3 +46,17 @@ def test_keys_of_a_tier():
     read = set(_TIER.findall(factory.read_text()))
     assert {"type", "module_path"} <= read
     assert read <= set(FsTierSettings.model_fields)
+
+
+def test_names_that_vllm_knows():
+    from vllm.config import KVTransferConfig
+    from vllm.config.kv_transfer import KVRole
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    fields = {field.name for field in dataclasses.fields(KVTransferConfig)}
+    assert set(transfer._FIELDS) <= fields
+    assert fields <= {*transfer._FIELDS, *transfer._FIELDS_BEFORE_0_32}
+    assert set(typing.get_args(KVRole)) == set(transfer._ROLES)
+    assert set(OffloadingSpecFactory._registry) <= set(transfer._SPECS)
+    assert set(SecondaryTierFactory._registry) <= set(transfer._TIER_TYPES)

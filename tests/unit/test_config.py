@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Good settings: what is read, defaulted, passed on to vLLM, and ignored."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -187,6 +189,31 @@ class TestRootDirs:
         tier = FsTierSettings.parse({"root_dir": str(tmp_path)})
         with pytest.raises(ConfigError, match=r"is not writable for uid \d+ \(EACCES\)"):
             tier.check_root_dirs(access=lambda path, mode: not mode & 2)
+
+    def test_a_read_only_mount(self, tmp_path):
+        tier = FsTierSettings.parse({"root_dir": str(tmp_path)})
+        mounted = SimpleNamespace(f_flag=os.ST_RDONLY, f_blocks=1)
+        with pytest.raises(ConfigError, match=r"mounted read-only \(EROFS\); .*mode to 'read'"):
+            tier.check_root_dirs(access=lambda *_: False, statvfs=lambda _: mounted)
+
+    @pytest.mark.parametrize("place", ["/proc", "/sys"])
+    def test_a_file_system_that_keeps_no_files(self, place):
+        tier = FsTierSettings.parse({"root_dir": f"{place}/kv"})
+        with pytest.raises(ConfigError, match=r"root_dir: .*give a directory on a disk"):
+            tier.check_root_dirs(access=lambda *_: True)
+
+    def test_one_that_hides_its_size(self, tmp_path):
+        hiding = SimpleNamespace(f_flag=0, f_blocks=0)
+        FsTierSettings.parse({"root_dir": str(tmp_path)}).check_root_dirs(
+            statvfs=lambda _: hiding
+        )
+
+    def test_every_root_is_told(self, tmp_path):
+        for name in ("a", "b"):
+            (tmp_path / name).touch()
+        roots = [str(tmp_path / name) for name in ("a", "b", "c")]
+        problems = FsTierSettings.parse({"root_dir": roots}).root_problems()
+        assert [error.key for error in problems] == ["odirect_fs.root_dir"] * 2
 
     def test_reading_needs_no_write_permission(self, tmp_path):
         tier = FsTierSettings.parse({"root_dir": str(tmp_path), "mode": "read"})

@@ -100,6 +100,7 @@ BAD_TIER = [
     ({"locality": "local"}, "locality", '"LOCAL", "REMOTE"'),
     ({"backpressure": []}, "backpressure", "not an object"),
     ({"module_path": 5}, "module_path", "not a string"),
+    ({"module_path": "a.b"}, "module_path", "must be 'vllm_tiered_offload.fs_tier.manager'"),
 ]
 
 
@@ -127,6 +128,21 @@ def test_spec(typed, key, right):
 def test_tier(typed, key, right):
     extra = {**POOL, "secondary_tiers": [{"type": "fs"}, {**TIER, **typed}]}
     check(refused(extra), f"secondary_tiers[1].{key}", right)
+
+
+def test_every_problem_is_found_and_the_first_one_raised():
+    extra = {
+        "cpu_byte_to_use": 1,
+        "patience": "long",
+        "secondary_tiers": [{**TIER, "mode": "x"}],
+    }
+    settings, problems = SpecSettings.try_parse(extra, tiering=True)
+    assert settings is None
+    names = ["cpu_byte_to_use", "patience", "secondary_tiers[0].mode"]
+    assert [error.key for error in problems] == [
+        f"kv_connector_extra_config.{n}" for n in names
+    ]
+    assert refused(extra) == str(problems[0])
 
 
 @pytest.mark.parametrize("given", [None, [], "x", 5])

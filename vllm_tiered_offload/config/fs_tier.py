@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from vllm_tiered_offload.config.model import Settings, build, key, refuse_unknown
+from vllm_tiered_offload.config.model import (
+    Settings,
+    key,
+    raise_first,
+    try_build,
+    unknown_keys,
+)
+from vllm_tiered_offload.config.root_dirs import Access, StatVfs, root_problem
 from vllm_tiered_offload.config.rules import (
     Choice,
     ConfigError,
@@ -25,6 +31,7 @@ from vllm_tiered_offload.config.rules import (
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TIER_TYPE = "odirect_fs"
 TIER_CLASS = "ODirectFsTier"
+TIER_MODULE = "vllm_tiered_offload.fs_tier.manager"
 
 
 class FsTierSettings(Settings):
@@ -37,8 +44,7 @@ class FsTierSettings(Settings):
     )
     module_path: str | None = key(
         Text(),
-        "Where to import the class from when vLLM has not loaded the plugin: "
-        "`vllm_tiered_offload.fs_tier.manager`.",
+        f"Where to import the class from when vLLM has not loaded the plugin: `{TIER_MODULE}`.",
         None,
     )
     root_dir: tuple[Path, ...] = key(
@@ -127,8 +133,6 @@ class FsTierSettings(Settings):
         Object(), "vLLM's store backpressure for this tier.", None
     )
 
-    PREFIX: ClassVar[str] = f"{TIER_TYPE}."
-
     @classmethod
     def parse(
         cls, tier_config: Mapping[str, Any], prefix: str = f"{TIER_TYPE}."
@@ -138,13 +142,27 @@ class FsTierSettings(Settings):
         Raises:
             ConfigError: an unknown key, a bad value or a combination that cannot work.
         """
-        settings = build(cls, tier_config, prefix)
-        settings._check_combinations(prefix)
+        settings, problems = cls.try_parse(tier_config, prefix)
+        raise_first(problems)
+        assert settings is not None
         return settings
 
     @classmethod
+    def try_parse(
+        cls, tier_config: Mapping[str, Any], prefix: str = f"{TIER_TYPE}."
+    ) -> tuple[FsTierSettings | None, list[ConfigError]]:
+        """As `parse`, with every problem there is; no settings where a value is bad."""
+        settings, problems = try_build(cls, tier_config, prefix)
+        if settings is not None:
+            problems += settings._bad_combinations(prefix)
+        return settings, problems
+
+    @classmethod
     def from_keywords(
-        cls, keywords: Mapping[str, Any], user_tiers: Iterable[Any] = ()
+        cls,
+        keywords: Mapping[str, Any],
+        user_tiers: Iterable[Any] = (),
+        prefix: str = f"{TIER_TYPE}.",
     ) -> tuple[FsTierSettings, tuple[str, ...]]:
         """Settings from what vLLM's tier factory passes, and the keywords ignored.
 
@@ -157,59 +175,47 @@ class FsTierSettings(Settings):
         for tier in user_tiers:
             if is_fs_tier(tier):
                 typed = [name for name in tier if name in extra]
-                refuse_unknown(typed, cls.model_fields, cls.PREFIX)
-        return cls.parse(known), extra
+                raise_first(unknown_keys(typed, cls.model_fields, prefix))
+        return cls.parse(known, prefix), extra
 
-    def _check_combinations(self, prefix: str) -> None:
+    def _bad_combinations(self, prefix: str) -> Iterator[ConfigError]:
+        if self.module_path not in (None, TIER_MODULE):
+            yield ConfigError(
+                f"{prefix}module_path",
+                f"{self.module_path!r} does not hold this tier; it must be {TIER_MODULE!r}",
+            )
         if self.store_queue_bytes < self.io_bytes:
-            raise ConfigError(
+            yield ConfigError(
                 f"{prefix}store_queue_bytes",
                 f"{self.store_queue_bytes} is below io_bytes ({self.io_bytes}); one write "
                 "would never fit",
             )
         if self.exclusive and self.mode == "read":
-            raise ConfigError(
+            yield ConfigError(
                 f"{prefix}exclusive",
                 "true makes no sense with mode 'read'; readers need no lock",
             )
 
-    def check_root_dirs(
+    def root_problems(
         self,
         prefix: str = f"{TIER_TYPE}.",
-        access: Callable[[Path, int], bool] = os.access,
-    ) -> None:
+        access: Access = os.access,
+        statvfs: StatVfs = os.statvfs,
+    ) -> list[ConfigError]:
+        """What is wrong with each root: a file, not writable, on a file system without room."""
+        found = (
+            root_problem(root, f"{prefix}root_dir", self.mode, access, statvfs)
+            for root in self.root_dir
+        )
+        return [problem for problem in found if problem is not None]
+
+    def check_root_dirs(self, prefix: str = f"{TIER_TYPE}.", **calls: Any) -> None:
         """Look at each root without touching it, before any memory is taken.
 
         Raises:
-            ConfigError: a root is a file, cannot be made, or cannot be read or written.
+            ConfigError: the first of `root_problems`.
         """
-        for root in self.root_dir:
-            _check_root_dir(root, f"{prefix}root_dir", self.mode, access)
-
-
-def _check_root_dir(
-    root: Path, name: str, mode: str, access: Callable[[Path, int], bool]
-) -> None:
-    if mode == "read" and not root.exists():
-        raise ConfigError(
-            name, f"{str(root)!r} does not exist (ENOENT); mode 'read' makes nothing"
-        )
-    nearest = root
-    while not os.path.lexists(nearest) and nearest != nearest.parent:
-        nearest = nearest.parent
-    what = repr(str(root))
-    if nearest != root:
-        what += f" cannot be made in {str(nearest)!r}, which"
-    if not nearest.is_dir():
-        raise ConfigError(name, f"{what} is not a directory (ENOTDIR); give a directory")
-    need = os.R_OK | os.X_OK | (os.W_OK if mode == "read_write" else 0)
-    if not access(nearest, need):
-        word = "writable" if mode == "read_write" else "readable"
-        raise ConfigError(
-            name,
-            f"{what} is not {word} for uid {os.geteuid()} ({errno.errorcode[errno.EACCES]}); "
-            "change its owner or mode, or give another directory",
-        )
+        raise_first(self.root_problems(prefix, **calls))
 
 
 def is_fs_tier(tier_config: object) -> bool:

@@ -42,20 +42,28 @@ class Settings(BaseModel):
         return rule_of(field).check(value)
 
 
-def build(cls: type[S], values: Mapping[str, Any], prefix: str) -> S:
-    """`cls` from what the user typed.
+def try_build(
+    cls: type[S], values: Mapping[str, Any], prefix: str
+) -> tuple[S | None, list[ConfigError]]:
+    """`cls` from what the user typed, and everything that is wrong with it.
 
-    Raises:
-        ConfigError: for the first bad key; its text is one line "<prefix><key>: ...".
+    Unknown keys are left out; with a bad value there are no settings. Each problem is one
+    line "<prefix><key>: ...".
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(prefix.rstrip(".") or "settings", f"{show(values)} is not an object")
-    refuse_unknown(values, cls.model_fields, prefix)
+        name = prefix.rstrip(".") or "settings"
+        return None, [ConfigError(name, f"{show(values)} is not an object")]
+    fields = cls.model_fields
+    problems = unknown_keys(values, fields, prefix)
+    meant = {nearest(name, fields) for name in values if name not in fields}
     try:
-        return cls.model_validate(dict(values))
+        return cls.model_validate({k: v for k, v in values.items() if k in fields}), problems
     except ValidationError as error:
         # Pydantic's own text spans lines and ends in a link to its site.
-        raise _as_config_error(cls, error.errors(include_url=False)[0], prefix) from None
+        for detail in error.errors(include_url=False):
+            if detail["type"] != "missing" or detail["loc"][0] not in meant:
+                problems.append(_as_config_error(cls, detail, prefix))
+    return None, problems
 
 
 def _as_config_error(cls: type[S], detail: ErrorDetails, prefix: str) -> ConfigError:
@@ -67,11 +75,29 @@ def _as_config_error(cls: type[S], detail: ErrorDetails, prefix: str) -> ConfigE
     return ConfigError(name, f"{show(detail['input'])} {problem}")
 
 
-def refuse_unknown(given: Iterable[Any], known: Iterable[str], prefix: str) -> None:
-    """Raise ConfigError for the first key of `given` that is not in `known`."""
+def unknown_keys(given: Iterable[Any], known: Iterable[str], prefix: str) -> list[ConfigError]:
+    """A ConfigError for every key of `given` that is not in `known`."""
     names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(names)}"
-            raise ConfigError(f"{prefix}{name}", f"is not a known key; {hint}")
+    return [
+        ConfigError(f"{prefix}{name}", f"is not a known key; {suggest(name, names, 'keys')}")
+        for name in given
+        if name not in names
+    ]
+
+
+def suggest(name: object, known: Iterable[str], what: str) -> str:
+    """What `name` should have been: the nearest of the `known`, else all of them."""
+    names = list(known)
+    near = nearest(name, names)
+    return f"did you mean '{near}'?" if near else f"known {what}: {', '.join(names)}"
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The one of `known` that somebody who typed `name` probably meant."""
+    return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
+
+
+def raise_first(problems: Iterable[ConfigError]) -> None:
+    """An engine stops with one line; `doctor` shows them all."""
+    for problem in problems:
+        raise problem

@@ -29,7 +29,7 @@ class ConfigError(ValueError):
     """A key that cannot be used as given. One line; `key` is its full name."""
 
     def __init__(self, key: str, problem: str) -> None:
-        self.key = key
+        self.key, self.problem = key, problem
         super().__init__(f"{key}: {problem}")
 
 

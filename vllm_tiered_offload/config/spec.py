@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import difflib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
 from vllm_tiered_offload.config.fs_tier import GIB, TIER_TYPE, FsTierSettings, is_fs_tier
-from vllm_tiered_offload.config.model import Settings, build, key
+from vllm_tiered_offload.config.model import Settings, key, raise_first, try_build
 from vllm_tiered_offload.config.rules import (
     Choice,
     ConfigError,
@@ -27,8 +27,9 @@ from vllm_tiered_offload.pins import PinSettings
 
 PINS = PinSettings()
 TIERING_SPEC = "AlignedTieringOffloadingSpec"
+CPU_SPEC = "AlignedCPUOffloadingSpec"
 PREFIX = "kv_connector_extra_config."
-_TIERING_ONLY = ("secondary_tiers", "pin_share", "pin_deadline", "patience", "store_headroom")
+TIERING_ONLY = ("secondary_tiers", "pin_share", "pin_deadline", "patience", "store_headroom")
 
 
 class SpecSettings(Settings):
@@ -123,19 +124,32 @@ class SpecSettings(Settings):
         """Settings from `kv_connector_extra_config`, its `odirect_fs` entries checked too.
 
         Raises:
-            ConfigError: an unknown key, a bad value or a combination that cannot work.
+            ConfigError: the first unknown key, bad value or combination that cannot work.
         """
-        settings = build(cls, extra_config, PREFIX)
-        settings._raw = extra_config
-        _check_vllm_keys(extra_config, tiering)
-        settings._check_combinations(extra_config, tiering)
-        settings.fs_tiers()
+        settings, problems = cls.try_parse(extra_config, tiering=tiering)
+        raise_first(problems)
+        assert settings is not None
         return settings
+
+    @classmethod
+    def try_parse(
+        cls, extra_config: Mapping[str, Any], *, tiering: bool
+    ) -> tuple[SpecSettings | None, list[ConfigError]]:
+        """As `parse`, with every problem there is; no settings where a value is bad."""
+        settings, problems = try_build(cls, extra_config, PREFIX)
+        if isinstance(extra_config, Mapping):
+            problems += _bad_vllm_keys(extra_config, tiering)
+        if settings is not None:
+            settings._raw = extra_config
+            problems += settings._bad_combinations(extra_config, tiering)
+        for index, tier in tiers_of(extra_config):
+            problems += _bad_tier(tier, tier_prefix(index))
+        return settings, problems
 
     def fs_tiers(self) -> list[FsTierSettings]:
         """The settings of every `odirect_fs` entry, in order."""
         return [
-            FsTierSettings.parse(tier, _tier_prefix(index))
+            FsTierSettings.parse(tier, tier_prefix(index))
             for index, tier in enumerate(self.secondary_tiers)
             if is_fs_tier(tier)
         ]
@@ -144,7 +158,7 @@ class SpecSettings(Settings):
         """Look at the tiers' directories before memory is taken; raises ConfigError."""
         for index, tier in enumerate(self.secondary_tiers):
             if is_fs_tier(tier):
-                prefix = _tier_prefix(index)
+                prefix = tier_prefix(index)
                 FsTierSettings.parse(tier, prefix).check_root_dirs(prefix)
 
     def vllm_extra_config(self) -> dict[str, Any]:
@@ -155,58 +169,70 @@ class SpecSettings(Settings):
         """
         return {**self._raw, "cpu_bytes_to_use": self.cpu_bytes_to_use}
 
-    def _check_combinations(self, given: Mapping[str, Any], tiering: bool) -> None:
+    def _bad_combinations(
+        self, given: Mapping[str, Any], tiering: bool
+    ) -> Iterator[ConfigError]:
         if not tiering:
-            for name in _TIERING_ONLY:
+            for name in TIERING_ONLY:
                 if name in given:
-                    raise ConfigError(
+                    yield ConfigError(
                         PREFIX + name, f"is not used here; it needs spec_name {TIERING_SPEC!r}"
                     )
         elif (self.block_size_alignment or mmap.PAGESIZE) % mmap.PAGESIZE:
-            raise ConfigError(
+            yield ConfigError(
                 f"{PREFIX}block_size_alignment",
                 f"{self.block_size_alignment} is below a page; a pool with tiers needs a "
                 f"multiple of {mmap.PAGESIZE}",
             )
         if self.huge_pages in ("2MB", "1GB") and self.region_backing == "shm":
-            raise ConfigError(
+            yield ConfigError(
                 f"{PREFIX}huge_pages",
                 f"{self.huge_pages!r} needs region_backing 'memfd'; /dev/shm has none",
             )
 
 
-def _tier_prefix(index: int) -> str:
+def tier_prefix(index: int) -> str:
+    """How the keys of one entry of `secondary_tiers` are called in errors."""
     return f"{PREFIX}secondary_tiers[{index}]."
 
 
-def _check_vllm_keys(given: Mapping[str, Any], tiering: bool) -> None:
+def tiers_of(extra_config: object) -> list[tuple[int, Mapping[str, Any]]]:
+    """The entries of `secondary_tiers` that are objects, each with its place in the list."""
+    given = extra_config.get("secondary_tiers") if isinstance(extra_config, Mapping) else None
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        return []
+    return [(i, entry) for i, entry in enumerate(given) if isinstance(entry, Mapping)]
+
+
+def _bad_vllm_keys(given: Mapping[str, Any], tiering: bool) -> Iterator[ConfigError]:
     """The few checks that vLLM makes too late (or not) for keys of its own."""
     if given.get("blocks_per_chunk") is not None and given.get("block_size") is not None:
-        raise ConfigError(
+        yield ConfigError(
             f"{PREFIX}block_size", "and blocks_per_chunk exclude each other; give one of them"
         )
     for name in ("blocks_per_chunk", "block_size"):
         if (value := given.get(name)) is not None and not _is_positive_int(value):
-            raise ConfigError(PREFIX + name, f"{show(value)} is not a whole number above 0")
+            yield ConfigError(PREFIX + name, f"{show(value)} is not a whole number above 0")
     threshold = given.get("store_threshold", 0)
     if tiering and _is_positive_int(threshold) and int(threshold) >= 2:
-        raise ConfigError(
+        yield ConfigError(
             f"{PREFIX}store_threshold",
             f"{show(threshold)} is not supported with tiers; leave it out",
         )
-    for index, tier in enumerate(given.get("secondary_tiers", ())):
-        _check_tier_type(tier, f"{_tier_prefix(index)}type")
 
 
-def _check_tier_type(tier: Mapping[str, Any], name: str) -> None:
-    """Refuse a missing type, and a misspelling of ours; other plugins bring other types."""
+def _bad_tier(tier: Mapping[str, Any], prefix: str) -> Iterator[ConfigError]:
+    """Our own tiers in full; of others a missing type, and a misspelling of ours."""
     kind = tier.get("type")
-    if not kind or not isinstance(kind, str):
-        raise ConfigError(name, f'is missing; give a type such as "{TIER_TYPE}"')
-    near = difflib.get_close_matches(kind.lower(), [TIER_TYPE], cutoff=0.75)
-    if near and kind != TIER_TYPE and tier.get("module_path") is None:
-        raise ConfigError(
-            name, f"{show(kind)} is not a known type; did you mean '{TIER_TYPE}'?"
+    if is_fs_tier(tier):
+        yield from FsTierSettings.try_parse(tier, prefix)[1]
+    elif not kind or not isinstance(kind, str):
+        yield ConfigError(f"{prefix}type", f'is missing; give a type such as "{TIER_TYPE}"')
+    elif tier.get("module_path") is None and difflib.get_close_matches(
+        kind.lower(), [TIER_TYPE], cutoff=0.75
+    ):
+        yield ConfigError(
+            f"{prefix}type", f"{show(kind)} is not a known type; did you mean '{TIER_TYPE}'?"
         )
 
 
