@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
 from vllm_tiered_offload.cli.benching.fio import has_fio, measure_fio
 from vllm_tiered_offload.cli.benching.measure import WHO, BenchError, Measure, measure_store
 from vllm_tiered_offload.cli.benching.plot import plot, require_matplotlib
@@ -45,8 +46,9 @@ class Run:
 
 @reports_errors
 def bench(
+    dirs: DirsArgument = None,
     *,
-    root_dir: Annotated[Path, typer.Option("--root-dir", "-r", help="Where to measure.")],
+    root_dir: RootDirOption = None,
     chunk: Annotated[
         list[str] | None, typer.Option(help="Bytes of a chunk; may be repeated.")
     ] = None,
@@ -65,40 +67,43 @@ def bench(
         size_option(text, "--chunk") or 0 for text in chunk or ("128KiB", "512KiB", "2MiB")
     ]
     moved = size_option(total, "--total") or 0
+    place, *others = given_roots(dirs, root_dir)
+    if others:
+        raise ValueError(f"one directory is measured at a time; given: {place}, {others[0]}")
     if plot_file is not None:
         require_matplotlib()
-    _check(root_dir, sizes, moved)
+    _check(place, sizes, moved)
     notes = error_console()
     run = Run(moved, read_threads, direct_io, fio and has_fio())
     if fio and not run.with_fio:
         notes.print("fio is not installed: the store is measured alone", style="yellow")
     found: list[Measure] = []
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=root_dir) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=place) as scratch:
         for size in sizes:
             for number in range(rounds):
                 notes.print(f"{human_bytes(size)}, round {number + 1} of {rounds}", style="dim")
                 found += _round(Path(scratch), size, run)
     medians = list(_medians(found))
     if plot_file is not None:
-        plot(medians, f"{root_dir}, {human_bytes(moved)} each way", plot_file)
+        plot(medians, f"{place}, {human_bytes(moved)} each way", plot_file)
     if as_json:
         print_json([asdict(measure) for measure in medians])
     else:
         _print(console(), medians)
 
 
-def _check(root_dir: Path, sizes: list[int], moved: int) -> None:
-    if not root_dir.is_dir():
-        raise BenchError(f"--root-dir: {root_dir} is not a directory")
+def _check(place: Path, sizes: list[int], moved: int) -> None:
+    if not place.is_dir():
+        raise BenchError(f"{place} is not a directory; make it first")
     if min(sizes) < 4096:
         raise ValueError("--chunk: the smallest chunk is 4KiB")
     if moved < max(sizes):
         raise ValueError(f"--total: {moved} is below one chunk")
-    free = Syscalls().free_bytes(str(root_dir))
+    free = Syscalls().free_bytes(str(place))
     needed = moved * _ROOM + _SPARE
     if free < needed:
         raise BenchError(
-            f"{root_dir}: {human_bytes(free)} free, {human_bytes(needed)} needed; "
+            f"{place}: {human_bytes(free)} free, {human_bytes(needed)} needed; "
             "give a smaller --total"
         )
 

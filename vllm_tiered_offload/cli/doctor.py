@@ -12,8 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
+from rich.text import Text
 
-from vllm_tiered_offload.cli.checks import Check, fail, ok
+from vllm_tiered_offload.cli._roots import DirsArgument, RootDirOption, given_roots
+from vllm_tiered_offload.cli.checks import Check, fail
+from vllm_tiered_offload.cli.checks.configuration import check_configuration
 from vllm_tiered_offload.cli.checks.directory import check_directory
 from vllm_tiered_offload.cli.checks.installation import check_installation
 from vllm_tiered_offload.cli.checks.machine import check_machine
@@ -27,24 +31,29 @@ from vllm_tiered_offload.cli.output import (
     reports_errors,
     table,
 )
-from vllm_tiered_offload.config import ConfigError, FsTierSettings, SpecSettings
+from vllm_tiered_offload.config import FsTierSettings, SpecSettings, Transfer, read_transfer
 from vllm_tiered_offload.store.syscalls import explain
 
 _MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
-_CPU_ONLY = ("AlignedCPUOffloadingSpec",)
+_MARK_WIDTH, _NAME_WIDTH = 4, 13
 Sections = dict[str, list[Check]]
 
 
 @reports_errors
 def doctor(
+    dirs: DirsArgument = None,
     *,
-    root_dir: Annotated[
-        list[Path] | None,
-        typer.Option("--root-dir", "-r", help="A directory to look at; may be repeated."),
-    ] = None,
+    root_dir: RootDirOption = None,
     config: Annotated[
         str | None,
-        typer.Option(help="A --kv-transfer-config, as JSON or as a file that holds it."),
+        typer.Option(
+            metavar="JSON|FILE",
+            help="A --kv-transfer-config, as JSON or as a file that holds it.",
+        ),
+    ] = None,
+    kv_offloading_size: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="vLLM's option, if it goes with --config."),
     ] = None,
     seconds: Annotated[
         float, typer.Option(min=0, max=60, help="Length of the speed probe; 0 leaves it out.")
@@ -52,17 +61,18 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Look at kernel, memory, vLLM, directories and a configuration, and say what to do."""
-    settings, configured = _read_config(config)
+    transfer = _read_config(config, kv_offloading_size)
     sections: Sections = {"machine": list(check_machine())}
-    sections["memory"] = list(_memory(settings))
+    sections["memory"] = list(_memory(transfer.settings if transfer else None))
     sections["vLLM"] = list(check_installation())
-    if configured is not None:
-        sections["configuration"] = [configured]
-    for tier in settings.fs_tiers() if settings else ():
-        for root in tier.root_dir:
-            sections[str(root)] = list(_directory(root, tier, seconds))
-    for root in root_dir or ():
-        sections.setdefault(str(root), list(_directory(root.absolute(), None, seconds)))
+    if transfer is not None:
+        sections["configuration"] = list(check_configuration(transfer))
+    given = given_roots(dirs, root_dir, required=False)
+    roots: dict[Path, FsTierSettings | None] = {root.absolute(): None for root in given}
+    for tier in transfer.tiers if transfer else ():
+        roots |= dict.fromkeys(tier.root_dir, tier)
+    for root, settings in roots.items():
+        sections[str(root)] = list(_directory(root, settings, seconds))
     _report(sections, as_json)
     if any(check.level == "fail" for checks in sections.values() for check in checks):
         raise typer.Exit(WRONG)
@@ -85,23 +95,18 @@ def _directory(root: Path, tier: FsTierSettings | None, seconds: float) -> Itera
             yield fail("speed", explain(error), "the probe needs some hundred MiB of room")
 
 
-def _read_config(text: str | None) -> tuple[SpecSettings | None, Check | None]:
-    """The settings of `--config`, and the line about them.
+def _read_config(text: str | None, kv_offloading_size: float | None) -> Transfer | None:
+    """What `--config` holds, checked.
 
     Raises:
         ValueError: not JSON, or not a file that holds some.
     """
     if text is None:
-        return None, None
-    extra = _extra_config(_load(text))
-    tiering = extra.get("spec_name") not in _CPU_ONLY
-    try:
-        settings = SpecSettings.parse(extra, tiering=tiering)
-    except ConfigError as error:
-        return None, fail("keys", str(error), "correct it; vLLM will stop with the same line")
-    return settings, ok(
-        "keys", f"{len(extra)} keys, {len(settings.fs_tiers())} odirect_fs tier(s)"
-    )
+        return None
+    document = _load(text)
+    if not isinstance(document, Mapping):
+        raise ValueError("--config: give a JSON object")
+    return read_transfer(document, kv_offloading_size)
 
 
 def _load(text: str) -> Any:
@@ -114,17 +119,6 @@ def _load(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"--config: not JSON: {error}") from None
-
-
-def _extra_config(document: Any) -> Mapping[str, Any]:
-    """Our keys, from a whole --kv-transfer-config or from its inner object alone."""
-    if not isinstance(document, Mapping):
-        raise ValueError("--config: give a JSON object")
-    for name in ("kv_transfer_config", "kv_connector_extra_config"):
-        inner = document.get(name)
-        if isinstance(inner, Mapping):
-            return _extra_config(inner)
-    return document
 
 
 def _report(sections: Sections, as_json: bool) -> None:
@@ -144,12 +138,17 @@ def _report(sections: Sections, as_json: bool) -> None:
 
 def _print_section(out: Console, title: str, checks: list[Check]) -> None:
     out.print(f"\n[bold]{escape(title)}[/]")
-    rows = table(["", "", ""])
-    rows.show_header = False
-    rows.columns[0].min_width, rows.columns[1].min_width = 4, 13
+    names_fit = all(len(check.name) <= _NAME_WIDTH for check in checks)
     for check in checks:
-        text = escape(check.found)
+        row = table(["", "", ""] if names_fit else ["", ""])
+        row.show_header = False
+        row.columns[0].min_width, row.columns[1].min_width = _MARK_WIDTH, _NAME_WIDTH
+        name, found = escape(check.name), escape(check.found)
+        row.add_row(
+            _MARKS[check.level], *((name, found) if names_fit else (f"{name}: {found}",))
+        )
+        out.print(row)
         if check.advice:
-            text += f"\n[cyan]-> {escape(check.advice)}[/]"
-        rows.add_row(_MARKS[check.level], check.name, text)
-    out.print(rows)
+            # Not in the table: a command in it should stay on one line.
+            advice = Text(f"-> {check.advice}", style="cyan")
+            out.print(Padding(advice, (0, 0, 0, _MARK_WIDTH + 2), expand=False))

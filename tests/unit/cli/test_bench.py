@@ -190,3 +190,16 @@ class TestPlot:
         result = bench(disk, "--no-fio", "--chunk", "1MiB", "--plot", str(chart))
         assert result.exit_code == 0, result.output
         assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_directory_by_position_and_only_one(tmp_path):
+    small = (*SMALL, "--no-fio", "--chunk", "64KiB", "--json")
+    result = CliRunner().invoke(app, ["bench", str(tmp_path), *small])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)
+    result = CliRunner().invoke(app, ["bench", str(tmp_path), "-r", "/another", *small])
+    assert result.exit_code == 2
+    assert "one directory" in result.stderr
+    result = CliRunner().invoke(app, ["bench", *small])
+    assert result.exit_code == 2
+    assert "--root-dir" in result.stderr

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +201,18 @@ class TestDirectory:
         assert named(checks, "directory").level == "fail"
         assert "direct I/O" not in [check.name for check in checks]
         assert (tmp_path / "file").read_text() == "mine"
+
+    def test_one_that_cannot_be_made(self):
+        checks = list(check_directory(Path("/proc/kv")))
+        check = named(checks, "directory")
+        assert check.level == "fail"
+        assert "on a disk" in check.advice
+        assert "direct I/O" not in [check.name for check in checks]
+
+    def test_reading_what_is_not_there(self, tmp_path):
+        check = named(check_directory(tmp_path / "no", reading=True), "directory")
+        assert check.level == "fail"
+        assert "ENOENT" in check.found
 
     def test_reading_only_writes_nothing(self, tmp_path):
         before = tmp_path.stat().st_mtime_ns

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from vllm_tiered_offload.cli.checks import Check, fail, ok, warn
 from vllm_tiered_offload.cli.output import human_bytes
+from vllm_tiered_offload.config.root_dirs import root_problem
 from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.direct_io import page_aligned
 from vllm_tiered_offload.store.geometry import read_geometry
@@ -70,18 +71,12 @@ def check_directory(
 
 def _permissions(root: Path, place: Path, reading: bool) -> Check:
     name = "directory"
-    if not place.is_dir():
-        return fail(name, f"{place} is not a directory", "give a directory")
+    problem = root_problem(root, "root_dir", "read" if reading else "read_write")
+    if problem is not None:
+        return fail(name, *problem.problem.split("; ", 1))
     info = place.stat()
     mode = stat.S_IMODE(info.st_mode)
-    need = os.R_OK | os.X_OK | (0 if reading else os.W_OK)
     found = f"{place} belongs to uid {info.st_uid}, mode {mode:04o}"
-    if not os.access(place, need):
-        return fail(
-            name,
-            f"{found}; uid {os.geteuid()} may not {'read' if reading else 'write'} it",
-            f"chown {os.geteuid()} {place}, or fsGroup in Kubernetes",
-        )
     if place != root:
         return ok(name, f"{root} will be made (0700) in {place}")
     if mode & stat.S_ISVTX:
