@@ -4,14 +4,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from vllm_tiered_offload.cli.planning.groups import Parallel, layout_blocks
-from vllm_tiered_offload.cli.planning.layers import Layer
+from vllm_tiered_offload.cli.planning.layers import Layer, read_layers
+from vllm_tiered_offload.cli.planning.model_config import ModelError
+from vllm_tiered_offload.cli.planning.topology import check_parallel
 
 torch = pytest.importorskip("torch")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+vllm_config = pytest.importorskip("vllm.config")
+linear = pytest.importorskip("vllm.model_executor.layers.linear")
 if importlib.util.find_spec("vllm.v1.core.kv_cache_planning"):  # vLLM 0.33
     from vllm.v1.core import kv_cache_planning as utils
 else:
@@ -80,3 +87,49 @@ def test_groups_and_bytes(layers, tp):
         (len(g.layer_names), g.kv_cache_spec.block_size) for g in theirs
     )
     assert ours.worker_kv_bytes_per_block == max(map(bytes_per_block, theirs))
+
+
+def vllm_takes(heads: int, kv_heads: int, tp: int, dcp: int) -> bool:
+    """vLLM's own verdict: of its configuration, and of the layer that splits the heads."""
+    config = SimpleNamespace(
+        model_arch_config=SimpleNamespace(
+            total_num_attention_heads=heads, total_num_kv_heads=kv_heads
+        ),
+        use_mla=False,
+        multimodal_config=None,
+        get_total_num_kv_heads=lambda: kv_heads,
+    )
+    try:
+        parallel = vllm_config.ParallelConfig(
+            tensor_parallel_size=tp, decode_context_parallel_size=dcp
+        )
+        vllm_config.ModelConfig.verify_with_parallel_config(config, parallel)
+        with (
+            mock.patch.object(linear, "get_tensor_model_parallel_world_size", return_value=tp),
+            mock.patch.object(linear.ColumnParallelLinear, "__init__"),
+        ):
+            linear.QKVParallelLinear(64, 64, heads, kv_heads)
+    except (ValueError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (24, 8), (12, 4), (28, 4), (16, 1)])
+def test_the_sizes_that_vllm_takes(heads, kv_heads):
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 64,
+    }
+    model = read_layers(config)
+    taken = 0
+    for tp, dcp in itertools.product(range(1, 36), (1, 2, 3, 4)):
+        try:
+            check_parallel(model, Parallel(tp, dcp=dcp))
+            ours = True
+        except ModelError:
+            ours = False
+        assert ours == vllm_takes(heads, kv_heads, tp, dcp), (tp, dcp)
+        taken += ours
+    assert taken >= 4

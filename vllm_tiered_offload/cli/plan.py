@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,8 +27,24 @@ from vllm_tiered_offload.cli.output import (
 from vllm_tiered_offload.cli.planning.groups import Parallel
 from vllm_tiered_offload.cli.planning.layers import read_layers
 from vllm_tiered_offload.cli.planning.model_config import load_config
-from vllm_tiered_offload.cli.planning.numbers import Choice, Plan, Request, make_plan
-from vllm_tiered_offload.config import SpecSettings, format_size
+from vllm_tiered_offload.cli.planning.numbers import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    Choice,
+    Plan,
+    Request,
+    make_plan,
+)
+from vllm_tiered_offload.config import ConfigError, SpecSettings, format_size
+from vllm_tiered_offload.config.spec import CPU_SPEC, TIERING_SPEC
+
+# What vLLM takes on GPUs as a rule.
+BLOCK_SIZE = 16
+_OPTIONS = {
+    "cpu_bytes_to_use": "--cpu-bytes",
+    "max_bytes": "--disk-bytes",
+    "root_dir": "--root-dir",
+}
 
 
 @reports_errors
@@ -39,46 +58,89 @@ def plan(
     root_dir: Annotated[
         str, typer.Option(help="Directory that the printed configuration names.")
     ] = "/nvme/kv",
-    tp: Annotated[int, typer.Option(min=1, help="--tensor-parallel-size")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="--pipeline-parallel-size")] = 1,
-    dcp: Annotated[int, typer.Option(min=1, help="--decode-context-parallel-size")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism, vLLM's -tp.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallelism, vLLM's -pp.")] = 1,
+    dcp: Annotated[int, typer.Option(min=1, help="Decode context parallelism, -dcp.")] = 1,
     block_size: Annotated[
-        int, typer.Option(min=1, help="--block-size: 16 on GPUs and 128 on CPUs as a rule.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"As vLLM's --block-size. Without it {BLOCK_SIZE} is assumed, vLLM's own "
+            "choice on most GPUs; on CPUs that is 128.",
+        ),
+    ] = None,
     blocks_per_chunk: Annotated[
         int | None, typer.Option(min=1, help="Instead of the suggested one.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="--dtype")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="--kv-cache-dtype")] = "auto",
+    dtype: Annotated[str, typer.Option(help=f"As vLLM's: auto, {', '.join(DTYPES)}.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help=f"As vLLM's: auto, {', '.join(KV_CACHE_DTYPES)}.")
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Chunks and tokens that fit in each tier, from a model's config.json alone."""
     request = Request(
         cpu_bytes=size_option(cpu_bytes, "--cpu-bytes") or 0,
         disk_bytes=size_option(disk_bytes, "--disk-bytes") or 0,
-        block_size=block_size,
+        block_size=block_size or BLOCK_SIZE,
         blocks_per_chunk=blocks_per_chunk,
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
         parallel=Parallel(tp, pp, dcp),
     )
-    result = make_plan(read_layers(load_config(model)), request)
-    config = transfer_config(result, root_dir)
+    with _options_named():
+        result = make_plan(read_layers(load_config(model)), request)
+        config = transfer_config(result, root_dir)
+    command = ["vllm", "serve", _served(model), *_flags(request, block_size)]
+    command += ["--kv-transfer-config", json.dumps(config)]
     if as_json:
-        print_json({"model": model, **result.as_json(), "kv_transfer_config": config})
+        document = {"model": model, **result.as_json(), "kv_transfer_config": config}
+        print_json({**document, "command": command})
     else:
-        _print(console(), model, result, config)
+        _print(console(), model, result, command)
+
+
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors of a configuration that nobody typed: under the option that brought the value."""
+    try:
+        yield
+    except ConfigError as error:
+        option = _OPTIONS.get(error.key.rpartition(".")[2])
+        raise ValueError(f"{option}: {error.problem}" if option else str(error)) from None
+
+
+def _served(model: str) -> str:
+    """What vLLM takes for `model`: of a config.json the directory, and no `~`."""
+    path = Path(model).expanduser()
+    return str(path.parent if path.is_file() else path if path.is_dir() else model)
+
+
+def _flags(request: Request, block_size: int | None) -> Iterator[str]:
+    """The options of vLLM without which the engine would not be the one planned for."""
+    parallel = request.parallel
+    for flag, value, default in (
+        ("--tensor-parallel-size", parallel.tp, 1),
+        ("--pipeline-parallel-size", parallel.pp, 1),
+        ("--decode-context-parallel-size", parallel.dcp, 1),
+        ("--block-size", block_size, None),
+        ("--dtype", request.dtype, "auto"),
+        ("--kv-cache-dtype", request.kv_cache_dtype, "auto"),
+    ):
+        if value != default:
+            yield from (flag, str(value))
 
 
 def transfer_config(result: Plan, root_dir: str) -> dict[str, Any]:
     """The `--kv-transfer-config` for this plan, checked as the engine would check it."""
+    tiering = bool(result.request.disk_bytes)
     extra: dict[str, Any] = {
-        "spec_name": "AlignedTieringOffloadingSpec",
+        "spec_name": TIERING_SPEC if tiering else CPU_SPEC,
         "cpu_bytes_to_use": format_size(result.request.cpu_bytes),
     }
     if result.chosen.blocks_per_chunk != 1:
         extra["blocks_per_chunk"] = result.chosen.blocks_per_chunk
-    if result.request.disk_bytes:
+    if tiering:
         extra["secondary_tiers"] = [
             {
                 "type": "odirect_fs",
@@ -86,7 +148,7 @@ def transfer_config(result: Plan, root_dir: str) -> dict[str, Any]:
                 "max_bytes": format_size(result.request.disk_bytes),
             }
         ]
-    SpecSettings.parse(extra, tiering=True)
+    SpecSettings.parse(extra, tiering=tiering)
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -94,21 +156,17 @@ def transfer_config(result: Plan, root_dir: str) -> dict[str, Any]:
     }
 
 
-def _print(out: Console, model: str, result: Plan, config: dict[str, Any]) -> None:
-    _print_model(out, model, result)
+def _print(out: Console, model: str, result: Plan, command: list[str]) -> None:
+    _print_model(out, model, result, "" if "--block-size" in command else " (assumed)")
     _print_tiers(out, result)
     _print_machine(out, result)
     _print_choices(out, result)
     out.print("\n[bold]To paste[/]")
     # Not wrapped: a line break inside would be pasted too.
-    out.print(
-        f"  vllm serve {escape(model)} --kv-transfer-config "
-        f"{escape(shlex.quote(json.dumps(config)))}",
-        soft_wrap=True,
-    )
+    out.print(f"  {escape(shlex.join(command))}", soft_wrap=True)
 
 
-def _print_model(out: Console, model: str, result: Plan) -> None:
+def _print_model(out: Console, model: str, result: Plan, assumed: str) -> None:
     parallel = result.request.parallel
     out.print(f"[bold]{escape(model)}[/]  {escape(result.model.name)}")
     for note in result.model.notes:
@@ -122,7 +180,7 @@ def _print_model(out: Console, model: str, result: Plan) -> None:
     rows.add_row(
         "one block of a worker",
         human_bytes(result.blocks.worker_kv_bytes_per_block),
-        f"{result.request.block_size} tokens; tp {parallel.tp}, pp {parallel.pp}",
+        f"{result.request.block_size} tokens{assumed}; tp {parallel.tp}, pp {parallel.pp}",
     )
     chosen = result.chosen
     rows.add_row(

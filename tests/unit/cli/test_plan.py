@@ -17,7 +17,7 @@ from vllm_tiered_offload.cli.planning.numbers import (
     make_plan,
     suggest_blocks_per_chunk,
 )
-from vllm_tiered_offload.config import SpecSettings
+from vllm_tiered_offload.config import SpecSettings, read_transfer
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -153,6 +153,64 @@ def test_the_printed_configuration_is_valid_and_complete(tmp_path):
     assert settings.fs_tiers()[0].max_bytes == 2 * 10**12
 
 
+def words_to_paste(output: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if "vllm serve" in line]
+    return shlex.split(line)
+
+
+def test_the_line_to_paste_gives_what_was_planned(tmp_path):
+    (tmp_path / "a model").mkdir()
+    given = ("--tp", "16", "--pp", "2", "--dcp", "2", "--block-size", "32", "--dtype", "half")
+    result = run(
+        tmp_path / "a model",
+        *("--cpu-bytes", "64GiB", "--disk-bytes", "2TB", "--kv-cache-dtype", "fp8", *given),
+    )
+    assert result.exit_code == 0, result.output
+    words = words_to_paste(result.output)
+    assert words[:-2] == [
+        *("vllm", "serve", str(tmp_path / "a model")),
+        *("--tensor-parallel-size", "16", "--pipeline-parallel-size", "2"),
+        *("--decode-context-parallel-size", "2", "--block-size", "32"),
+        *("--dtype", "half", "--kv-cache-dtype", "fp8"),
+    ]
+    assert "assumed" not in result.output
+
+
+def test_what_is_vllms_own_choice_is_not_in_the_line(tmp_path):
+    result = run(tmp_path, "--cpu-bytes", "64GiB", "--disk-bytes", "2TB")
+    assert words_to_paste(result.output)[3] == "--kv-transfer-config"
+    assert "16 tokens (assumed)" in result.output
+
+
+def test_without_a_disk_the_spec_is_the_one_without_tiers(tmp_path):
+    result = run(tmp_path, "--cpu-bytes", "64GiB", "--disk-bytes", "0", "--json")
+    document = json.loads(result.stdout)
+    found = read_transfer(document["kv_transfer_config"])
+    assert (found.problems, found.doubts) == ([], [])
+    extra = document["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["spec_name"] == "AlignedCPUOffloadingSpec"
+
+
+def test_a_config_file_is_served_as_its_directory(tmp_path):
+    run(tmp_path)
+    model = str(tmp_path / "config.json")
+    sizes = ("--cpu-bytes", "1GiB", "--disk-bytes", "1TB")
+    result = CliRunner().invoke(app, ["plan", "--model", model, *sizes, "--json"])
+    command = json.loads(result.stdout)["command"]
+    assert command[:3] == ["vllm", "serve", str(tmp_path)]
+    assert json.loads(command[-1]) == json.loads(result.stdout)["kv_transfer_config"]
+
+
+def test_eighty_columns_are_enough_but_for_the_line_to_paste(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    sizes = ("--cpu-bytes", "1TiB", "--disk-bytes", "999TB")
+    result = CliRunner().invoke(
+        app, ["plan", "--model", str(tmp_path), *sizes], env={"COLUMNS": "80"}
+    )
+    lines = [line for line in result.output.splitlines() if "vllm serve" not in line]
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+
+
 def test_json_says_the_same(tmp_path):
     result = run(
         tmp_path,
@@ -169,9 +227,19 @@ def test_json_says_the_same(tmp_path):
     ("arguments", "message"),
     [
         (["--cpu-bytes", "64G", "--disk-bytes", "1TB"], "--cpu-bytes: '64G'"),
-        (["--cpu-bytes", "1MiB", "--disk-bytes", "1TB"], "cpu_bytes_to_use"),
+        (["--cpu-bytes", "1MiB", "--disk-bytes", "1TB"], "--cpu-bytes: 1048576"),
+        (["--cpu-bytes", "1GiB", "--disk-bytes", "1MiB"], "--disk-bytes: '1MiB'"),
         (["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--dtype", "int3"], "int3"),
-        (["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--root-dir", "kv"], "root_dir"),
+        (["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--dtype", "fp8"], "--dtype: 'fp8'"),
+        (
+            ["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--kv-cache-dtype", "float32"],
+            "--kv-cache-dtype: 'float32'",
+        ),
+        (
+            ["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--root-dir", "kv"],
+            "--root-dir: 'kv'",
+        ),
+        (["--cpu-bytes", "1GiB", "--disk-bytes", "1TB", "--tp", "3"], "--tp: 3"),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(tmp_path, arguments, message):

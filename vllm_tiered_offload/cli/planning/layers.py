@@ -52,10 +52,14 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelKv:
-    """The layers that keep KV, and what could not be read with certainty."""
+    """The layers that keep KV, and what could not be read with certainty.
+
+    `attention_heads` is 0 where the configuration does not say.
+    """
 
     name: str
     layers: tuple[Layer, ...]
+    attention_heads: int
     dtype: str
     max_tokens: int | None
     notes: tuple[str, ...] = field(default=())
@@ -78,6 +82,7 @@ def read_layers(config: Mapping[str, Any]) -> ModelKv:
         layers = _latent_layers(text, kinds, notes)
     else:
         layers = _head_layers(text, kinds, notes)
+    heads = _first(text, _HEADS)
     if not any(layer.kind != "state" for layer in layers):
         raise ModelError("--model: no layer with attention; there is no KV to keep")
     if config.get("is_encoder_decoder"):
@@ -89,6 +94,7 @@ def read_layers(config: Mapping[str, Any]) -> ModelKv:
     return ModelKv(
         name=str((config.get("architectures") or ["unknown"])[0]),
         layers=layers,
+        attention_heads=heads if isinstance(heads, int) else 0,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")),
         max_tokens=_first(text, ("max_position_embeddings", "n_positions", "max_seq_len")),
         notes=tuple(notes),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from vllm_tiered_offload.cli.planning.groups import KvBlocks, KvGroup, Parallel, layout_blocks
 from vllm_tiered_offload.cli.planning.layers import ModelKv
 from vllm_tiered_offload.cli.planning.model_config import ModelError
+from vllm_tiered_offload.cli.planning.topology import check_parallel
 from vllm_tiered_offload.spec.sizing import PoolSize, size_pool
 from vllm_tiered_offload.store import StoreSettings, geometry
 from vllm_tiered_offload.store import format as segment_format
@@ -21,16 +23,9 @@ INDEX_BYTES_PER_CHUNK = 250
 # Below this a chunk costs more to look up and to record than to move.
 _SMALLEST_GOOD_CHUNK, _LONGEST_GOOD_CHUNK_TOKENS = 128 << 10, 256
 
-KV_DTYPES = {
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
+# Bytes of a number; the names are those that vLLM's options take.
+DTYPES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
+KV_CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +99,11 @@ def make_plan(model: ModelKv, request: Request) -> Plan:
     """Plan the tiers of `model`.
 
     Raises:
-        ModelError: an unknown dtype.
+        ModelError: an unknown dtype, or a size of parallelism that vLLM refuses.
         ConfigError: the CPU budget is below one chunk.
     """
-    kv_bytes = bytes_per_number(model, request)
+    check_parallel(model, request.parallel)
+    kv_bytes = bytes_per_number(request)
     blocks = layout_blocks(model.layers, request.block_size, kv_bytes, request.parallel)
     suggested = suggest_blocks_per_chunk(blocks, request.parallel)
     wanted = request.blocks_per_chunk or suggested
@@ -118,16 +114,19 @@ def make_plan(model: ModelKv, request: Request) -> Plan:
     return Plan(model, request, blocks, pool, chosen, tuple(choices), suggested)
 
 
-def bytes_per_number(model: ModelKv, request: Request) -> int:
+def bytes_per_number(request: Request) -> int:
     """Bytes of one number in the KV cache; vLLM runs float32 models in 16 bits by itself."""
-    name = request.kv_cache_dtype
-    if name == "auto" and request.dtype == "auto":
-        return 2
-    if name == "auto":
-        name = request.dtype
-    if name not in KV_DTYPES:
-        raise ModelError(f"{name!r} is not a known dtype; known: auto, {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[name]
+    of_kv = _bytes_of(request.kv_cache_dtype, KV_CACHE_DTYPES, "--kv-cache-dtype")
+    of_model = _bytes_of(request.dtype, DTYPES, "--dtype")
+    return of_kv or of_model or 2
+
+
+def _bytes_of(name: str, known: Mapping[str, int], option: str) -> int | None:
+    if name != "auto" and name not in known:
+        raise ModelError(
+            f"{option}: {name!r} is not known here; give one of: auto, {', '.join(known)}"
+        )
+    return known.get(name)
 
 
 def suggest_blocks_per_chunk(blocks: KvBlocks, parallel: Parallel) -> int:
