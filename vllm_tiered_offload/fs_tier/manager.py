@@ -68,8 +68,7 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
             factory adds (those are ignored).
 
     Raises:
-        ConfigError: a key is unknown or its value bad.
-        StoreError: a root cannot be used.
+        ConfigError: a key is unknown or its value bad, or a root cannot be used.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -106,9 +105,10 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         self._request_epochs: dict[str, int] = {}
         self._off = False  # nothing is served or stored any more
         self._closed = False
-        self._open(settings, wiring.tier_label(tier_type, config, offloading_spec))
+        label = wiring.tier_label(tier_type, config, offloading_spec)
+        self._open(settings, label, wiring.key_prefix(config, offloading_spec))
 
-    def _open(self, settings: FsTierSettings, label: str) -> None:
+    def _open(self, settings: FsTierSettings, label: str, prefix: str) -> None:
         spec, rows = self._offloading_spec, self._primary_kv_view
         row_bytes = wiring.chunk_bytes(rows)
         identity = wiring.resolve_identity(settings, spec, row_bytes)
@@ -116,7 +116,12 @@ class ODirectFsTier(SecondaryTierManager):  # type: ignore[misc]
         self._keys = StoreKeys(identity.salt_adapters, remember=self._emits_events)
         self._memory = rows.cast("B")
         self._store = wiring.open_store(
-            settings, identity.namespace, self._memory, row_bytes, events=self._emits_events
+            settings,
+            identity.namespace,
+            self._memory,
+            row_bytes,
+            events=self._emits_events,
+            prefix=prefix,
         )
         self._contains = self._store.contains
         stats, padding = self._store.stats, wiring.padding_bytes(spec, row_bytes)

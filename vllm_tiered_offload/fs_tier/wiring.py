@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_tiered_offload.config import FsTierSettings
+from vllm_tiered_offload.config import ConfigError, FsTierSettings
+from vllm_tiered_offload.config.fs_tier import TIER_TYPE
+from vllm_tiered_offload.config.spec import tier_prefix
 from vllm_tiered_offload.fs_tier.adapters import tagging_enabled
 from vllm_tiered_offload.fs_tier.identity import Identity, layout_of, resolve_namespace
 from vllm_tiered_offload.fs_tier.manifest import check_stored_manifests
 from vllm_tiered_offload.store import ChunkStore, Namespace, StoreSettings
+from vllm_tiered_offload.store.syscalls import explain
 
 logger = init_logger("vllm.tiered_offload.fs_tier")
 
@@ -26,10 +30,12 @@ def read_settings(config: Mapping[str, Any], offloading_spec: Any) -> FsTierSett
     Raises:
         ConfigError: an unknown key, a bad value, a root that cannot be used.
     """
-    settings, ignored = FsTierSettings.from_keywords(config, _tier_configs(offloading_spec))
+    prefix = key_prefix(config, offloading_spec)
+    user_tiers = _tier_configs(offloading_spec)
+    settings, ignored = FsTierSettings.from_keywords(config, user_tiers, prefix)
     if ignored:
         logger.info("ignored, unknown to this tier: %s", ", ".join(ignored))
-    settings.check_root_dirs()
+    settings.check_root_dirs(prefix)
     return settings
 
 
@@ -53,12 +59,24 @@ def _tier_configs(offloading_spec: Any) -> list[dict[str, Any]]:
     return [entry for entry in configs or [] if isinstance(entry, dict)]
 
 
+def _place(config: Mapping[str, Any], offloading_spec: Any) -> int | None:
+    """Where in the user's `secondary_tiers` the tier with these keywords is."""
+    for index, entry in enumerate(_tier_configs(offloading_spec)):
+        if entry.get("root_dir") == config.get("root_dir"):
+            return index
+    return None
+
+
 def tier_label(tier_type: str, config: Mapping[str, Any], offloading_spec: Any) -> str:
     """The label vLLM's own tiering metrics give this tier, e.g. "1:odirect_fs"."""
-    for number, entry in enumerate(_tier_configs(offloading_spec), start=1):
-        if entry.get("root_dir") == config.get("root_dir"):
-            return f"{number}:{tier_type}"
-    return tier_type
+    index = _place(config, offloading_spec)
+    return tier_type if index is None else f"{index + 1}:{tier_type}"
+
+
+def key_prefix(config: Mapping[str, Any], offloading_spec: Any) -> str:
+    """How errors call this tier's keys: as the user finds them in the configuration."""
+    index = _place(config, offloading_spec)
+    return f"{TIER_TYPE}." if index is None else tier_prefix(index)
 
 
 def with_failure_threshold(detector: Any | None) -> Any | None:
@@ -109,15 +127,38 @@ def open_store(
     row_bytes: int,
     *,
     events: bool,
+    prefix: str = f"{TIER_TYPE}.",
 ) -> ChunkStore:
     """Open the roots, recover their index and start the I/O threads.
 
+    `prefix` is how errors call the tier's keys.
+
     Raises:
-        StoreError: a root is missing, not writable, too small, ...
+        ConfigError: a root is missing, not writable, too small, ...
         IdentityError: a root's manifest contradicts the namespace.
     """
-    check_stored_manifests(settings.root_dir, namespace)
-    store_settings = StoreSettings(
+    try:
+        check_stored_manifests(settings.root_dir, namespace)
+        store_settings = _store_settings(settings)
+        return ChunkStore(store_settings, namespace, memory, row_bytes, events=events)
+    except OSError as error:
+        raise _as_config_error(error, settings, prefix) from error
+
+
+def _as_config_error(error: OSError, settings: FsTierSettings, prefix: str) -> ConfigError:
+    """The line of a store that cannot be opened, under the key that it is about."""
+    text = str(error).removeprefix("root_dir ")
+    if error.errno is not None:
+        where = error.filename or ", ".join(map(str, settings.root_dir))
+        text = f"{where}: {explain(error)}"
+    about = re.search(r"\b(max_bytes|min_free_bytes|direct_io) = ", text)
+    if "; " not in text:
+        text += "; it must be a directory on a disk that the engine can read and write"
+    return ConfigError(f"{prefix}{about[1] if about else 'root_dir'}", text)
+
+
+def _store_settings(settings: FsTierSettings) -> StoreSettings:
+    return StoreSettings(
         root_dirs=settings.root_dir,
         max_bytes=settings.max_bytes,
         min_free_bytes=settings.min_free_bytes,
@@ -131,4 +172,3 @@ def open_store(
         direct_io=settings.direct_io,
         exclusive=settings.exclusive,
     )
-    return ChunkStore(store_settings, namespace, memory, row_bytes, events=events)
