@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TieredOffloadingConnector`: vLLM's OffloadingConnector with our spec as default.
 
-A convenience: it saves the `spec_name` line, shows the spec vLLM's
-configuration, which the stock connector hides from the scheduler process, and
-tells the tiers which requests run with a LoRA adapter, so that all others can be
-kept across restarts. Everything else is vLLM's. The class must carry the name it is registered
-under: vLLM's MultiConnector finds a connector's statistics by class name.
+A convenience: it saves the `spec_name` line, shows the spec vLLM's configuration,
+which the stock connector hides from the scheduler process, refuses a bad key before
+the model is loaded, and tells the tiers which requests run with a LoRA adapter, so that
+all others can be kept across restarts. Everything else is vLLM's. The class must carry
+the name it is registered under: vLLM's MultiConnector finds a connector's statistics by
+class name.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
     OffloadingConnector,
 )
 
+from vllm_tiered_offload.config import SpecSettings
 from vllm_tiered_offload.fs_tier.adapters import AdapterTag, tagging
-from vllm_tiered_offload.plugin import TIERING_SPEC
+from vllm_tiered_offload.plugin import CPU_SPEC, TIERING_SPEC
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,6 +50,16 @@ class TieredOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             # vLLM's own context of the request does not say so, and look-ups come later.
             state = self.scheduler._req_status[request.request_id]
             state.req_context.set_state(AdapterTag(request.lora_request.lora_int_id))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # vLLM asks in the front end while it puts its own configuration together, long before
+        # any weights are loaded (where CUDA graphs are used; nothing else is asked that
+        # early). A bad key stops it here. Directories are left to the engine's own host.
+        spec = extra_config.get("spec_name", TIERING_SPEC)
+        if spec in (TIERING_SPEC, CPU_SPEC):
+            SpecSettings.parse(extra_config, tiering=spec == TIERING_SPEC)
+        return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
