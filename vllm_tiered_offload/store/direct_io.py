@@ -195,9 +195,12 @@ def refusal(
 ) -> str | None:
     """Tries direct I/O in ``directory`` with the real buffer: why it does not work, or None.
 
-    Writes a page, ``row`` and ``pad`` (together whole pages) as one call to a file of its
-    own, and reads them back, the row into itself. Raises OSError for what is no refusal:
-    EACCES, EROFS and ENOSPC are not about direct I/O.
+    Writes a page, the front of ``row`` and ``pad`` as one call to a file of its own, and reads
+    them back, the row into itself. Raises OSError for what is no refusal: EACCES, EROFS and
+    ENOSPC are not about direct I/O.
+
+    Args:
+        pad: what fills up ``row`` to whole pages.
     """
     path = f"{directory}/.direct-probe-{os.getpid()}-{time.monotonic_ns()}"
     page, back = page_aligned(page_bytes), page_aligned(page_bytes)
@@ -205,9 +208,14 @@ def refusal(
     fd = -1
     try:
         fd = syscalls.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        stated = _stated_refusal(syscalls.direct_alignment(fd), page_bytes, len(row))
+        wanted = syscalls.direct_alignment(fd)
+        stated = _stated_refusal(wanted, page_bytes, len(row))
         if stated is not None:
             return stated
+        # What could be refused is an address, or a length modulo the alignment. The rest is
+        # left out, for the root may be full.
+        unit = max(page_bytes, wanted.memory if wanted else 0)
+        row = row[: len(row) % unit + unit]
         size = page_bytes + len(row) + len(pad)
         if syscalls.pwritev(fd, [page, row, pad], 0) != size:
             return "a probe was written short"
