@@ -61,6 +61,11 @@ def least_slots(settings: StoreSettings) -> int:
     return 2 * writers_of(settings, 0) + 1
 
 
+def writers_that_fit(slots: int) -> int:
+    """For how many writers so many slots are not too few; at least 1."""
+    return max(1, (slots - 1) // 2)
+
+
 def read_geometry(path: str) -> Geometry | None:
     """root.json; None where there is none. Raises StoreError for a damaged or newer one."""
     try:
@@ -70,13 +75,21 @@ def read_geometry(path: str) -> Geometry | None:
                 f"{path}/root.json is of format {fields['format']}, not {fmt.VERSION}"
             )
         found = Geometry(fields["page_bytes"], fields["segment_bytes"], fields["max_bytes"])
-        if found.page_bytes < fmt.MIN_PAGE_BYTES or found.segment_bytes % found.page_bytes:
+        if not _is_possible(found):
             raise ValueError(f"{found}")
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{path}/root.json is damaged ({error!r}); remove it") from error
     return found
+
+
+def _is_possible(found: Geometry) -> bool:
+    numbers = [found.page_bytes, found.segment_bytes, found.max_bytes or 0]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        return False
+    whole = found.page_bytes >= fmt.MIN_PAGE_BYTES and found.segment_bytes > 0
+    return whole and found.segment_bytes % found.page_bytes == 0
 
 
 def write_geometry(path: str, geometry: Geometry) -> None:

@@ -23,7 +23,10 @@ def read_json(path: str) -> dict[str, Any]:
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("not a regular file")
-        fields = json.loads(file.read(LARGEST_JSON_BYTES))
+        try:
+            fields = json.loads(file.read(LARGEST_JSON_BYTES))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     return fields
