@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -19,13 +20,21 @@ class Hits:
     def __init__(self, index: Index, clock: Callable[[], float]) -> None:
         self._index = index
         self._clock = clock
+        self._draining = threading.Lock()
         self._found: deque[bytes] = deque(maxlen=MOST_HITS)
         self.note = self._found.append
         self.note_all = self._found.extend
         self.clear = self._found.clear
 
     def drain(self, roots: Sequence[Parts]) -> None:
-        """Tells the policies, and marks the segments: their loads may be on the way."""
+        """Tells the policies, and marks the segments: their loads may be on the way.
+
+        Afterwards that is done for every hit there was, whichever thread did it.
+        """
+        with self._draining:
+            self._drain(roots)
+
+    def _drain(self, roots: Sequence[Parts]) -> None:
         distinct: set[bytes] = set()  # a request that waits is looked up again and again
         with contextlib.suppress(IndexError):  # another thread emptied it
             for _ in range(len(self._found)):

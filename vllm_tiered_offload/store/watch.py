@@ -54,7 +54,10 @@ class Pause:
         self.reason: str | None = None
 
     def begin(self, reason: str) -> None:
-        """Stores do not work, for ``reason``."""
+        """Stores do not work, for ``reason``. What was queued before says so again and again,
+        which is no further try."""
+        if self.active:
+            return
         if self.reason is None:
             logger.warning(
                 "%s: stores are paused, loads go on: %s. They resume by themselves.",
@@ -67,8 +70,9 @@ class Pause:
         self._length = min(2 * self._length, LONGEST_PAUSE)
 
     def end(self) -> None:
-        """A store worked."""
-        if self.reason is not None:
+        """A store worked. One that another thread had begun before the failure, or that found
+        room which others do not, ends no pause."""
+        if self.reason is not None and not self.active:
             logger.info("%s: stores resume", self._path)
             self.reason = None
 
