@@ -125,20 +125,14 @@ class ChunkStore:
     def submit_load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Reads chunks into rows, in any order. The rows are the store's until completion."""
         job = self._jobs.start(job_id, len(keys), is_load=True)
-        get = self._places.get
-        wanted = [(get(key, -1), key, row) for key, row in zip(keys, rows, strict=True)]
-        wanted.sort()
         self._hits.note_all(keys)
-        share = len(keys) * self.chunk_bytes // self.settings.read_threads
-        most_bytes = min(self.settings.io_bytes, max(share, SMALLEST_SHARE))
-        for ordinal, group in groupby(wanted, key=lambda item: item[0] >> RECORD_BITS):
-            placed = [(place, key, self._row(row)) for place, key, row in group]
-            segment = self._claim(ordinal, len(placed))
-            if segment is None:
-                self._counters.count("failed.unknown", len(placed))
-                self._jobs.fail(job, len(placed), f"{placed[0][1].hex()} is not held")
-            else:
-                self._load(job, segment, placed, most_bytes)
+        left = self._start_loads(job, list(zip(keys, rows, strict=True)))
+        # Between the look at their places and the claim they may have moved, for the sake of
+        # the look-up that found them, and their segment gone.
+        left = self._start_loads(job, left)
+        if left:
+            self._counters.count("failed.unknown", len(left))
+            self._jobs.fail(job, len(left), f"{left[0][0].hex()} is not held")
 
     def take_completions(self) -> list[Completion]:
         """Jobs that ended since the last call, each exactly once."""
@@ -270,6 +264,25 @@ class ChunkStore:
                 return None
             segment.loads += loads
             return segment
+
+    def _start_loads(
+        self, job: Job, chunks: list[tuple[bytes, int]]
+    ) -> list[tuple[bytes, int]]:
+        """Queues loads of keys into rows; returns those whose segment is gone."""
+        get = self._places.get
+        wanted = sorted((get(key, -1), key, row) for key, row in chunks)
+        share = len(chunks) * self.chunk_bytes // self.settings.read_threads
+        most_bytes = min(self.settings.io_bytes, max(share, SMALLEST_SHARE))
+        left: list[tuple[bytes, int]] = []
+        for ordinal, group in groupby(wanted, key=lambda item: item[0] >> RECORD_BITS):
+            found = list(group)
+            segment = self._claim(ordinal, len(found))
+            if segment is None:
+                left += [(key, row) for _, key, row in found]
+            else:
+                placed = [(place, key, self._row(row)) for place, key, row in found]
+                self._load(job, segment, placed, most_bytes)
+        return left
 
     def _load(
         self, job: Job, segment: Segment, placed: Sequence[Placed], most_bytes: int
