@@ -55,7 +55,7 @@ class Copier:
             victim.loads += 1  # keeps other threads of this process from evicting it
         try:
             for batch in _batches(wanted, self._chunks_per_copy()):
-                if not self._copy(victim, batch):
+                if self._hurry() or not self._copy(victim, batch):
                     return
         finally:
             with parts.index.lock:

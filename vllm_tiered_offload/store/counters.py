@@ -13,7 +13,8 @@ evicted_chunks        left the index with their segment; evicted_segments
 dropped.REASON        chunks not stored on purpose: full, paused, queue, stalled,
                       read_mode, shutdown; error: not on purpose
 failed.REASON         chunks looked for and not served: corrupt, deleted, io_error,
-                      unknown (never held, or gone before the load)
+                      unknown (never held, or gone before the load); exhausted: no
+                      descriptor or memory was left, the chunks are still there
 write_errors          extents that were not written
 io_errors.WAY.ERRNO   calls that failed, WAY is read or write
 evicted_bytes         of segments removed; expired_bytes: of those, of private

@@ -13,6 +13,7 @@ from typing import overload
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
 from vllm_tiered_offload.store.segment import Segment
+from vllm_tiered_offload.store.syscalls import EXHAUSTED
 
 MOST_OPEN = 256
 
@@ -53,15 +54,25 @@ class Descriptors:
             os.close(fd)
 
     def close(self) -> None:
+        """Closes those that nobody uses."""
         with self._lock:
             idle = list(self._idle.values())
             self._idle.clear()
         for fd in idle:
             os.close(fd)
 
+    def _open_file(self, path: str) -> int:
+        try:
+            return self._io.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+        self.close()  # what is only kept for later must not be what is missing now
+        return self._io.open(path, os.O_RDONLY)
+
     def _open(self, segment: Segment) -> int:
         try:
-            fd = self._io.open(segment.path, os.O_RDONLY)
+            fd = self._open_file(segment.path)
         except FileNotFoundError as error:
             raise GoneError(*error.args) from error
         try:

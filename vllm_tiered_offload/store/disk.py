@@ -46,8 +46,8 @@ class Disk:
         self.reader = Reader(self.parts)
         self._reclaimer = Reclaimer(self.parts, self.reader.fetch, self._room)
         self._writers = [
-            Writer(self.parts, self._reclaimer.free_one, self._reclaimer.wake)
-            for _ in range(self.parts.writers if self.writable else 0)
+            Writer(n, self.parts, self._reclaimer.free_one, self._reclaimer.wake)
+            for n in range(self.parts.threads if self.writable else 0)
         ]
         self.recovered_chunks, self.recovery_seconds = 0, 0.0
         self._free_bytes, self._free_inodes = 0, 0

@@ -108,7 +108,9 @@ def open_for_inspection(path: Path, syscalls: Syscalls | None = None) -> Root:
     geometry = read_geometry(str(path))
     if geometry is None:
         raise StoreError(f"{path} holds no store: there is no root.json in it")
-    root = Root(path, geometry, 0, RootLock(f"{path}/root.lock", syscalls or Syscalls()))
+    syscalls = syscalls or Syscalls()
+    lock = RootLock(f"{path}/root.lock", syscalls)
+    root = Root(path, geometry, 0, lock, syscalls.total_bytes(str(path)))
     root.measure_foreign()
     return root
 

@@ -4,7 +4,8 @@
 flock belongs to the open file, so it is held exactly as long as some process
 has that descriptor: it goes with a killed process, works between two stores of
 one process, and (as a byte-range lock) over NFS. A forked child would inherit
-the descriptor and with it keep a dead parent's locks; hence the registry.
+the descriptor and with it keep a dead parent's locks; hence the registry, and the
+gate that lets no fork come between a descriptor and its entry there.
 """
 
 from __future__ import annotations
@@ -22,38 +23,81 @@ from vllm_tiered_offload.store.syscalls import Syscalls, explain
 
 LONGEST_WAIT = 10.0  # seconds
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+_FORK_WAIT = 1.0  # seconds a fork waits for calls that are under way
 
 _held: set[int] = set()  # descriptors that carry a lock in this process
 
 
+class _ForkGate:
+    """Keeps forks out of a ``with`` block, any number of which may run at once.
+
+    Not for ever: a call that hangs on a dead disk has installed no descriptor yet, so a child
+    gets none of it.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """In a child: of the threads that were inside, none exists there."""
+        self._changed = threading.Condition()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def shut(self) -> None:
+        self._changed.acquire()
+        self._changed.wait_for(lambda: self._inside == 0, _FORK_WAIT)
+
+    def open(self) -> None:
+        self._changed.release()
+
+
+_gate = _ForkGate()
+
+
 def _close_all_in_child() -> None:
+    _gate.reset()
     for fd in _held:
         with contextlib.suppress(OSError):
             os.close(fd)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_close_all_in_child)
+os.register_at_fork(
+    before=_gate.shut, after_in_parent=_gate.open, after_in_child=_close_all_in_child
+)
 
 
-def keep(fd: int) -> None:
-    """Names a descriptor whose lock must not outlive this process in a child."""
-    _held.add(fd)
+def open_kept(open_file: Callable[[], int]) -> int:
+    """A descriptor whose lock must not outlive this process in a child; for ``close``."""
+    with _gate:
+        fd = open_file()
+        _held.add(fd)
+    return fd
 
 
 def close(fd: int) -> None:
-    """Closes a descriptor that was kept, and lets go of its lock.
+    """Closes a descriptor from ``open_kept``, and lets go of its lock.
 
     Nothing where a fork has closed it: the number may be another file's by now.
     """
-    if fd not in _held:
-        return
-    _held.discard(fd)
-    with contextlib.suppress(OSError):
-        # Explicitly, so that a child made without Python's fork cannot keep it.
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    with contextlib.suppress(OSError):
-        os.close(fd)
+    with _gate:
+        if fd not in _held:
+            return
+        _held.discard(fd)
+        with contextlib.suppress(OSError):
+            # Explicitly, so that a child made without Python's fork cannot keep it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
@@ -123,17 +167,33 @@ class RootLock:
     @contextlib.contextmanager
     def hold(self, timeout: float = LONGEST_WAIT) -> Iterator[int]:
         """The locked descriptor of root.lock. Raises StoreError after ``timeout`` seconds."""
-        fd = self._syscalls.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        keep(fd)
+        fd = self._lock(timeout) if self.works else self._open()
         try:
-            if self.works:
-                wait_lock(fd, self.path, timeout, clock=self._clock)
+            with contextlib.nullcontext() if self.works else self._threads:
                 yield fd
-            else:
-                with self._threads:
-                    yield fd
         finally:
             close(fd)
+
+    def _lock(self, timeout: float) -> int:
+        """Locks what the path names, and not what it did: of two that hold locks on different
+        files, as after somebody deleted root.lock, neither excludes the other."""
+        end = self._clock() + timeout
+        while True:
+            fd = self._open()
+            try:
+                wait_lock(fd, self.path, end - self._clock(), clock=self._clock)
+                if same_file(fd, self.path):
+                    return fd
+                if self._clock() > end:
+                    raise StoreError(f"{self.path} is another file whenever it is locked")
+            except BaseException:
+                close(fd)
+                raise
+            close(fd)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT
+        return open_kept(lambda: self._syscalls.open(self.path, flags, 0o600))
 
 
 def probe(directory: str, syscalls: Syscalls) -> str | None:

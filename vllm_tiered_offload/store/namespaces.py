@@ -31,8 +31,7 @@ def enter(root: Root, namespace: Namespace) -> int | None:
             write_json(path, fields)
         if not namespace.private:
             return None
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        locks.keep(fd)
+        fd = locks.open_kept(lambda: _open(path))
         if root.lock.works:
             try:
                 # Who asks for a namespace's owner holds its lock for a moment.
@@ -49,7 +48,7 @@ def is_alive(root: Root, fingerprint: str) -> bool:
     Of two that ask at once one is told yes. Where that matters, ask under the root lock.
     """
     try:
-        fd = os.open(manifest_path(root, fingerprint), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = locks.open_kept(lambda: _open(manifest_path(root, fingerprint)))
     except FileNotFoundError:
         return False
     except OSError:
@@ -59,7 +58,7 @@ def is_alive(root: Root, fingerprint: str) -> bool:
     except OSError:
         return True
     finally:
-        os.close(fd)
+        locks.close(fd)  # a child must not take the lock that asked for the owner's
 
 
 def remove_dead(root: Root, fingerprints_in_use: set[str]) -> int:
@@ -75,6 +74,10 @@ def remove_dead(root: Root, fingerprints_in_use: set[str]) -> int:
                     os.unlink(f"{root.namespaces_dir}/{name}")
                     removed += 1
     return removed
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def _is_private(path: str) -> bool:

@@ -59,7 +59,7 @@ def open_parts(
         settings=settings,
         namespace=namespace,
         chunk_bytes=chunk_bytes,
-        writers=writers_of(settings, root.slots),
+        threads=writers_of(settings, root.slots_when_full),
         root=root,
         syscalls=syscalls,
         io=io,
@@ -68,7 +68,7 @@ def open_parts(
         jobs=shared.jobs,
         pool=IoPool(f"vto-disk{number}", settings.store_queue_bytes),
         descriptors=Descriptors(io),
-        policy=SecondChance(_capacity(root, chunk_bytes, syscalls)),
+        policy=SecondChance(_capacity(root, chunk_bytes)),
         watch=Watch(clock),
         pause=Pause(root.path, clock),
         forget_storing=shared.forget_storing,
@@ -97,12 +97,9 @@ def _direct_refusal(
     return reason
 
 
-def _capacity(root: Root, chunk_bytes: int, syscalls: Syscalls) -> int:
+def _capacity(root: Root, chunk_bytes: int) -> int:
     """About how many chunks the root holds when full."""
-    size = root.geometry.max_bytes
-    if size is None:
-        size = syscalls.total_bytes(root.path) - root.min_free_bytes
-    return max(1, min(MOST_POLICY_CHUNKS, size // chunk_bytes))
+    return max(1, min(MOST_POLICY_CHUNKS, root.bytes_when_full // chunk_bytes))
 
 
 def file_system_of(path: str) -> str:

@@ -14,6 +14,7 @@ from vllm_tiered_offload.store.counters import Counters
 from vllm_tiered_offload.store.descriptors import Descriptors
 from vllm_tiered_offload.store.direct_io import BlockIO
 from vllm_tiered_offload.store.eviction import SecondChance
+from vllm_tiered_offload.store.geometry import writers_that_fit
 from vllm_tiered_offload.store.index import Index
 from vllm_tiered_offload.store.io_pool import IoPool
 from vllm_tiered_offload.store.jobs import JobTable
@@ -94,7 +95,7 @@ class Parts:
     settings: StoreSettings
     namespace: Namespace
     chunk_bytes: int
-    writers: int  # threads, each with a segment of its own
+    threads: int  # that write, each to a segment of its own
     root: Root
     syscalls: Syscalls
     io: BlockIO
@@ -118,6 +119,12 @@ class Parts:
     def stride(self) -> int:
         """Bytes a payload takes in a file."""
         return fmt.round_up(self.chunk_bytes, self.root.geometry.page_bytes)
+
+    @property
+    def writers(self) -> int:
+        """How many of the threads write at present: another process may have made the bound
+        too small for the others."""
+        return min(self.threads, writers_that_fit(self.root.slots))
 
     def made(self, segment: Segment) -> None:
         """A writer has a new segment; what its slot held before is not there any more."""

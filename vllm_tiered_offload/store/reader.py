@@ -2,7 +2,8 @@
 """Loads: from places to rows.
 
 A job's chunks are sorted by place; neighbours become one call, straight into the rows. A
-chunk that fails is forgotten and reported; the others of its call are not.
+chunk that fails is forgotten and reported; the others of its call are not. Where the process
+has run out of descriptors or memory the chunk is reported alone: nothing is wrong with it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from vllm_tiered_offload.store.direct_io import page_aligned
 from vllm_tiered_offload.store.parts import Parts
 from vllm_tiered_offload.store.runs import LARGEST_GAP, Run, Wanted
 from vllm_tiered_offload.store.segment import Segment
-from vllm_tiered_offload.store.syscalls import explain
+from vllm_tiered_offload.store.syscalls import EXHAUSTED, explain
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
 FAILURES_UNTIL_SICK = 8
 SICK_SECONDS = 10.0
+EXHAUSTED_SECONDS = 1.0  # of misses, so that what could not be loaded is not tried at once
 
 Problem = tuple[Wanted, str, str]  # a chunk that did not arrive: reason, detail
 
@@ -71,12 +73,16 @@ class Reader:
             good, problems = [], [(chunk, "io_error", repr(error)) for chunk in chunks]
         for chunk, reason, _ in problems:
             self._parts.counters.count(f"failed.{reason}")
-            self._parts.index.discard(segment, chunk.record)
-        self._note_health(bool(good), any(reason == "io_error" for _, reason, _ in problems))
+            if reason != "exhausted":
+                self._parts.index.discard(segment, chunk.record)
+        self._note_health(bool(good), {reason for _, reason, _ in problems})
         return good, problems
 
-    def _note_health(self, worked: bool, failed: bool) -> None:
-        if worked or not failed:
+    def _note_health(self, worked: bool, reasons: set[str]) -> None:
+        if "exhausted" in reasons:
+            until = self._parts.clock() + EXHAUSTED_SECONDS
+            self._sick_until = max(self._sick_until, until)
+        if worked or "io_error" not in reasons:
             self._failures = 0
             return
         self._failures += 1
@@ -95,9 +101,8 @@ class Reader:
         except GoneError as error:
             return [], [(chunk, "deleted", str(error)) for chunk in chunks]
         except OSError as error:
-            self._parts.counters.io_error("read", error)
-            detail = f"{segment.path}: {explain(error)}"
-            return [], [(chunk, "io_error", detail) for chunk in chunks]
+            reason, detail = self._note_error(segment, error)
+            return [], [(chunk, reason, detail) for chunk in chunks]
 
     def _load_from(
         self, fd: int, segment: Segment, chunks: list[Wanted]
@@ -107,8 +112,7 @@ class Reader:
         except OSError as error:
             if len(chunks) > 1:
                 return self._load_singly(fd, segment, chunks)
-            self._parts.counters.io_error("read", error)
-            return [], [(chunks[0], "io_error", f"{segment.path}: {explain(error)}")]
+            return [], [(chunks[0], *self._note_error(segment, error))]
         good: list[Wanted] = []
         bad: list[Wanted] = []
         prefix = fmt.seed_prefix(segment.header.fingerprint)
@@ -121,6 +125,12 @@ class Reader:
             return good, []
         reason = self._why(fd, segment)
         return good, [(chunk, reason, f"{segment.path} at {chunk.offset}") for chunk in bad]
+
+    def _note_error(self, segment: Segment, error: OSError) -> tuple[str, str]:
+        """The reason and the detail to report."""
+        self._parts.counters.io_error("read", error)
+        reason = "exhausted" if error.errno in EXHAUSTED else "io_error"
+        return reason, f"{segment.path}: {explain(error)}"
 
     def _load_singly(
         self, fd: int, segment: Segment, chunks: list[Wanted]

@@ -8,6 +8,7 @@ the chunks that deserve it into what is left of its open segment. Loads are neve
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -58,13 +59,20 @@ class Reclaimer:
                 logger.exception("reclaiming in %s", self._parts.root.path)
 
     def keep_slots_free(self) -> None:
-        """Evicts until there is a slot, and room for it, for each writer."""
-        while not self._parts.pool.stopping:
+        """Evicts until there is a slot, and room for it, for each writer.
+
+        As many as are missing now, and no more: a file system that gives space back late, or
+        to a snapshot, would ask for all there are.
+        """
+        with self.turn:
+            if self._has_excess():
+                self.trim()
+        for _ in range(self._missing_slots(self._slots_ahead())):
+            if self._parts.pool.stopping:
+                return
             with self.turn:
-                if self._has_excess():
-                    self.trim()
-                short = self._short_of_slots(self._slots_ahead())
-                if not short or not self._evict_prepared():
+                missing = self._missing_slots(self._slots_ahead())
+                if missing <= 0 or not self._evict_prepared():
                     return
 
     def _rescue_from_others(self) -> None:
@@ -72,15 +80,16 @@ class Reclaimer:
         parts = self._parts
         if parts.clock() > parts.others_store_until or parts.pool.stopping:
             return
-        near = max(LEAST_NEAR_EVICTION, parts.root.slots // NEAR_EVICTION)
-        if not self._short_of_slots(self._slots_ahead() + near):
+        near = max(LEAST_NEAR_EVICTION, parts.root.slots_when_full // NEAR_EVICTION)
+        if self._missing_slots(self._slots_ahead() + near) <= 0:
             return
         with self.turn:
             parts.drain_hits()
             for segment in parts.catalogue.closed()[:near]:
                 if not segment.examined:
-                    segment.examined = True
-                    self._copier.copy_hot(segment)
+                    segment.examined = self._copier.copy_hot(segment)
+                    if not segment.examined:  # no room, or a writer that must not wait
+                        return
 
     def free_one(self) -> bool:
         """Called by a writer without a slot: evicts one segment at once, copying nothing.
@@ -119,28 +128,27 @@ class Reclaimer:
 
     def _slots_ahead(self) -> int:
         """How many slots are to be free."""
-        writers = self._parts.writers
-        return writers * (2 if self._parts.root.slots >= SLOTS_TO_SPARE * writers else 1)
+        parts, writers = self._parts, self._parts.writers
+        return writers * (2 if parts.root.slots_when_full >= SLOTS_TO_SPARE * writers else 1)
 
-    def _short_of_slots(self, wanted: int) -> bool:
-        """Whether so many more segments have neither slots nor room."""
-        if self._parts.root.slots - len(self._parts.catalogue) < wanted:
-            return True
-        return not self._parts.slots.has_free_space(wanted)
+    def _missing_slots(self, wanted: int) -> int:
+        """How many segments have to go so that so many more have slots and room; 0 or less if
+        none."""
+        free = self._parts.root.slots - len(self._parts.catalogue)
+        return max(wanted - free, self._parts.slots.lacking_space(wanted))
 
-    def _prepare(self, victim: Segment) -> bool:
+    def _prepare(self, victim: Segment, began: float) -> bool:
         """Copies what is hot. False if there is reason to wait: the rest fits into the next
         segment, or a load of what could not be copied is on the way."""
-        parts, began = self._parts, self._parts.clock()
         copied = self._copier.copy_hot(victim)
-        parts.drain_hits()
+        self._parts.drain_hits()
         if not copied or victim.hit_at >= began:
             return False
         return self._is_cold(victim) or not self._copier.holds_hot(victim)
 
     def _may_wait(self) -> bool:
         """Whether each writer has a slot to go on with."""
-        return not self._short_of_slots(self._parts.writers)
+        return self._missing_slots(self._parts.writers) <= 0
 
     def _is_cold(self, segment: Segment) -> bool:
         """Whether no load of it is to be expected."""
@@ -172,15 +180,18 @@ class Reclaimer:
         """The oldest, once its hot chunks have moved: no look-up, however often it comes,
         keeps a segment in which nothing else is hot. False also where it pays to wait."""
         for segment in self._candidates():
+            if self._starving:  # a writer has no time for copies
+                break
             if segment.loads:
                 continue
             faults.point("reclaimer.victim_chosen")
-            ready = self._prepare(segment)
+            began = self._parts.clock()
+            ready = self._prepare(segment, began)
             if not ready and self._may_wait():
                 return False
-            if (ready or self._is_cold(segment)) and self._evict(segment):
+            if (ready or self._is_cold(segment)) and self._evict(segment, unless_hit=began):
                 return True
-        return self._evict_coldest()
+        return not self._may_wait() and self._evict_coldest()
 
     def _evict_coldest(self) -> bool:
         """At once, without copies: the oldest of which no load is to be expected, else the
@@ -192,14 +203,15 @@ class Reclaimer:
                 return True
         return False
 
-    def _evict(self, segment: Segment) -> bool:
-        """Removes this segment, if it lets itself be removed."""
+    def _evict(self, segment: Segment, *, unless_hit: float = math.inf) -> bool:
+        """Removes this segment, if it lets itself be removed, and if nothing was found in it
+        since ``unless_hit``."""
         with self._parts.watch.operation(), self._parts.root.lock.hold():
-            claim = self._claim(segment)
+            claim = self._claim(segment, unless_hit)
             expired = claim is not None and bool(self._dead_namespaces([segment]))
         return claim is not None and self._finish(segment, claim, expired=expired)
 
-    def _claim(self, segment: Segment) -> int | None:
+    def _claim(self, segment: Segment, unless_hit: float) -> int | None:
         """The victim's locked descriptor, once nothing here reads it. Under the root lock."""
         parts = self._parts
         claim = parts.slots.claim(segment.path, segment.sequence)
@@ -209,8 +221,9 @@ class Reclaimer:
             self._give_up(segment)
         if isinstance(claim, Removal):
             return None
+        parts.drain_hits()  # the root lock may have been long in coming
         with parts.index.lock:
-            if segment.loads:
+            if segment.loads or segment.hit_at >= unless_hit:
                 locks.close(claim)
                 return None
             segment.gone = True

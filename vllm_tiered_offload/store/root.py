@@ -45,7 +45,12 @@ class Root:
     """Paths and numbers of one root. ``open_root`` makes one."""
 
     def __init__(
-        self, path: Path, geometry: Geometry, min_free_bytes: int, lock: RootLock
+        self,
+        path: Path,
+        geometry: Geometry,
+        min_free_bytes: int,
+        lock: RootLock,
+        file_system_bytes: int,
     ) -> None:
         self.path = str(path)
         self.segments_dir = f"{self.path}/segments"
@@ -53,6 +58,7 @@ class Root:
         self.geometry = geometry
         self.min_free_bytes = min_free_bytes
         self.lock = lock
+        self.file_system_bytes = file_system_bytes  # used and free
         self.foreign_bytes = 0
         self.read_only_because: str | None = None
 
@@ -67,6 +73,17 @@ class Root:
             return MOST_SLOTS
         room = geometry.max_bytes - SLACK_BYTES - self.foreign_bytes
         return max(0, min(MOST_SLOTS, room // (geometry.segment_bytes + SLOT_OVERHEAD_BYTES)))
+
+    @property
+    def bytes_when_full(self) -> int:
+        """About how much the store takes in the end, bounded or not."""
+        most = max(0, self.file_system_bytes - self.min_free_bytes)
+        return most if self.geometry.max_bytes is None else min(most, self.geometry.max_bytes)
+
+    @property
+    def slots_when_full(self) -> int:
+        """About how many segments there are then: N, unless the file system ends before."""
+        return min(self.slots, self.bytes_when_full // self.geometry.segment_bytes)
 
     def measure_foreign(self) -> None:
         """Counts what lies under the root and is no slot: it takes from the bound.
@@ -128,17 +145,11 @@ def _open_root(
     syscalls: Syscalls,
     page_bytes: int,
 ) -> Root:
-    reading = settings.mode == "read"
     lock = RootLock(f"{path}/root.lock", syscalls)
     if path.exists() and not path.is_dir():
         raise StoreError(f"root_dir {path} is not a directory")
-    if reading:
-        if not path.is_dir():
-            raise StoreError(f"root_dir {path} does not exist, and mode 'read' creates nothing")
-        found = read_geometry(str(path)) or Geometry(page_bytes, LARGEST_SEGMENT_BYTES, None)
-        root = Root(path, found, 0, lock)
-        root.read_only_because = "mode is 'read'"
-        return root
+    if settings.mode == "read":
+        return _open_to_read(path, syscalls, page_bytes, lock)
     for directory in (path, path / "segments", path / "namespaces"):
         _make_private_dir(directory)
     _remove_old_probes(path)
@@ -146,14 +157,22 @@ def _open_root(
     lock.works = problem is None
     with lock.hold():
         geometry = _settle_geometry(path, settings, chunk_bytes, syscalls, page_bytes)
-    min_free = settings.min_free_bytes
+    total, min_free = syscalls.total_bytes(str(path)), settings.min_free_bytes
     if min_free is None:
-        total = syscalls.total_bytes(str(path))
         min_free = total // 10 if settings.max_bytes is None else 0
-    root = Root(path, geometry, min_free, lock)
+    root = Root(path, geometry, min_free, lock, total)
     root.read_only_because = None if settings.exclusive else problem
     root.measure_foreign()
-    _require_room(root, settings, chunk_bytes, syscalls)
+    _require_room(root, settings, chunk_bytes)
+    return root
+
+
+def _open_to_read(path: Path, syscalls: Syscalls, page_bytes: int, lock: RootLock) -> Root:
+    if not path.is_dir():
+        raise StoreError(f"root_dir {path} does not exist, and mode 'read' creates nothing")
+    found = read_geometry(str(path)) or Geometry(page_bytes, LARGEST_SEGMENT_BYTES, None)
+    root = Root(path, found, 0, lock, syscalls.total_bytes(str(path)))
+    root.read_only_because = "mode is 'read'"
     return root
 
 
@@ -219,9 +238,7 @@ def direct_page_bytes(path: Path, syscalls: Syscalls) -> int:
     return wanted.offset if wanted is not None else 0
 
 
-def _require_room(
-    root: Root, settings: StoreSettings, chunk_bytes: int, syscalls: Syscalls
-) -> None:
+def _require_room(root: Root, settings: StoreSettings, chunk_bytes: int) -> None:
     geometry = root.geometry
     needed = segment_bytes_needed(chunk_bytes, 1, geometry.page_bytes)
     if geometry.segment_bytes < needed:
@@ -245,7 +262,7 @@ def _require_room(
             f"segments of {geometry.segment_bytes} bytes, {least} are needed; "
             f"use {enough} or more"
         )
-    if geometry.max_bytes is None and root.min_free_bytes >= syscalls.total_bytes(root.path):
+    if geometry.max_bytes is None and root.min_free_bytes >= root.file_system_bytes:
         raise StoreError(
             f"min_free_bytes = {root.min_free_bytes} is more than the file system of "
             f"{root.path} has"

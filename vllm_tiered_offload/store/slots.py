@@ -24,7 +24,7 @@ from vllm_tiered_offload.store.api import Namespace, StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
 from vllm_tiered_offload.store.geometry import segment_bytes_needed
 from vllm_tiered_offload.store.root import Root, slot_number
-from vllm_tiered_offload.store.syscalls import Syscalls, errno_name
+from vllm_tiered_offload.store.syscalls import EXHAUSTED, Syscalls, errno_name
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -37,7 +37,7 @@ class Removal(enum.Enum):
     """How an attempt to free a slot ended."""
 
     DONE = "done"
-    BUSY = "busy"  # a live process writes it, or another one is freeing it
+    BUSY = "busy"  # a live process writes it, another frees it, or no descriptor is left
     REFUSED = "refused"  # EPERM, EBUSY and the like: it will not go
     CHANGED = "changed"  # the path names another file by now, or none
 
@@ -74,20 +74,22 @@ class Slots:
                     found[number] = entry.path
         return found
 
-    def has_free_space(self, segments: int = 1) -> bool:
-        """Whether the file system keeps min_free_bytes with so many more segments."""
+    def lacking_space(self, segments: int = 1) -> int:
+        """How many segments would have to go for the file system to keep min_free_bytes with
+        so many more; 0 or less if none."""
         if not self._root.min_free_bytes:
-            return True
+            return 0
         # Without preallocation the open segments have not taken their space yet.
         segments += self._sparse * segments
-        wanted = segments * self._root.geometry.segment_bytes + self._root.min_free_bytes
-        return self._syscalls.free_bytes(self._root.path) >= wanted
+        size = self._root.geometry.segment_bytes
+        wanted = segments * size + self._root.min_free_bytes
+        return -((self._syscalls.free_bytes(self._root.path) - wanted) // size)
 
     def create(self, namespace: Namespace, chunk_bytes: int) -> NewSegment:
         """Takes a slot. Raises NoRoomError, or OSError for what is not about room."""
         with self._root.lock.hold() as lock_fd:
             self._require_room_for(chunk_bytes)
-            if not self.has_free_space():
+            if self.lacking_space() > 0:
                 raise NoRoomError("min_free_bytes")
             for slot in self._free_slots():
                 try:
@@ -137,8 +139,8 @@ class Slots:
             length=os.getpid(),
             fingerprint=namespace.fingerprint,
         )
-        fd = self._io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        locks.keep(fd)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        fd = locks.open_kept(lambda: self._io.open(path, flags))
         self.in_the_making.add(sequence)
         try:
             self._prepare(fd, header)
@@ -171,13 +173,25 @@ class Slots:
         faults.point("slots.header_written")
 
     def _next_sequence(self, lock_fd: int) -> int:
-        """One more than any before: root.lock remembers it, or, if lost, what was seen."""
+        """One more than any before: root.lock remembers it, or, once it was lost, the files."""
         text = os.pread(lock_fd, 32, 0).strip()
-        stored = int(text) if text.isdigit() else 0
-        sequence = max(stored, self._highest_sequence) + 1
+        if text.isdigit():
+            self.note_sequence(int(text))
+        else:
+            self._look_at_all_sequences()
+        sequence = self._highest_sequence + 1
         os.pwrite(lock_fd, b"%020d\n" % sequence, 0)
         self.note_sequence(sequence)
         return sequence
+
+    def _look_at_all_sequences(self) -> None:
+        for path in self.list().values():
+            with contextlib.suppress(OSError):
+                fd = self._syscalls.open(path, os.O_RDONLY)
+                try:
+                    self.note_sequence(self._sequence_of(fd))
+                finally:
+                    os.close(fd)
 
     def note_sequence(self, sequence: int) -> None:
         """A segment with this number exists."""
@@ -214,12 +228,11 @@ class Slots:
         Call under the root lock; ``finish`` needs it no more, as the file stays locked.
         """
         try:
-            fd = self._syscalls.open(path, os.O_RDWR)
+            fd = locks.open_kept(lambda: self._syscalls.open(path, os.O_RDWR))
         except FileNotFoundError:
             return Removal.CHANGED
-        except OSError:
-            return Removal.REFUSED
-        locks.keep(fd)
+        except OSError as error:
+            return Removal.BUSY if error.errno in EXHAUSTED else Removal.REFUSED
         verdict = Removal.BUSY
         try:
             if not self._root.lock.works or locks.try_lock(fd):

@@ -17,6 +17,9 @@ _STATX_DIOALIGN = 0x2000
 _STATX_MASK_AT, _STATX_MEM_AT, _STATX_OFFSET_AT, _STATX_BYTES = 0, 152, 156, 256
 _AT_EMPTY_PATH = 0x1000
 
+# What the process or the machine has run out of for the moment: no fault of any file.
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no symlink, never stuck in a FIFO
 

@@ -46,7 +46,7 @@ def sign(pieces: list[Piece], fingerprint: str) -> None:
 
 
 class Writer:
-    """One writer thread of one root.
+    """One writer thread of one root; those with the lowest numbers write.
 
     While it writes, two helpers sign the next batch and seal the segment before: the disk
     need not wait for either. ``free_one`` is asked for a slot when there is none; True if it
@@ -54,8 +54,13 @@ class Writer:
     """
 
     def __init__(
-        self, parts: Parts, free_one: Callable[[], bool], new_segment: Callable[[], None]
+        self,
+        number: int,
+        parts: Parts,
+        free_one: Callable[[], bool],
+        new_segment: Callable[[], None],
     ) -> None:
+        self._number = number
         self._parts = parts
         self._free_one = free_one
         self._new_segment = new_segment
@@ -84,11 +89,13 @@ class Writer:
     def _take(self) -> list[Piece] | None:
         """What to do next: a copy, while there is room for it; else the next batch."""
         pool, settings = self._parts.pool, self._parts.settings
-        if (copy := pool.take_copy()) is not None:
+        if (copy := pool.take_copy() if self._writes() else None) is not None:
             batch = [copy]
         elif self._ahead is not None:
             (batch, signed), self._ahead = self._ahead, None
             wait([signed])
+        elif not self._writes():
+            return None if pool.wait_stopping(settings.refresh_interval) else []
         else:
             found = pool.take_stores(settings.io_bytes, settings.refresh_interval)
             if not found:
@@ -106,7 +113,7 @@ class Writer:
 
     def _serve(self, batch: list[Piece]) -> None:
         if not batch:
-            self._guard("mark", self._mark)
+            self._guard("mark", self._be_idle)
         elif batch[0].job is None:
             self._write_copy(batch[0])
         else:
@@ -199,8 +206,8 @@ class Writer:
     def _write_copy(self, piece: Piece) -> None:
         """Second chance: only into room that is there, with the checksums it came with."""
         parts, log = self._parts, self._log
-        room = 0 if log is None else log.room()
         try:
+            room = 0 if log is None or log.is_unlinked() else log.room()
             if log is None or room == 0:
                 return
             keys, checksums = list(piece.keys[:room]), list(piece.checksums[:room])
@@ -222,7 +229,7 @@ class Writer:
         if log is not None and log.is_unlinked():
             self._log = None
             log.close()
-        elif log is not None and log.room() > 0:
+        elif log is not None and log.room() > 0 and not self._is_over_the_bound(log):
             return log
         self._close_full_log()
         new = self._create()
@@ -238,22 +245,42 @@ class Writer:
             try:
                 return self._create_once()
             except NoRoomError:
-                if not self._free_one():
+                if not self._free_one() and not self._free_sealed():
                     raise
         return self._create_once()
+
+    def _free_sealed(self) -> bool:
+        """As ``free_one``, where only the segment before is left to go: once it is sealed."""
+        sealing, self._sealing = self._sealing, None
+        if sealing is None:
+            return False
+        wait([sealing])
+        return self._free_one()
 
     def _create_once(self) -> NewSegment:
         parts = self._parts
         with parts.watch.operation():
             return parts.slots.create(parts.namespace, parts.chunk_bytes)
 
-    def _mark(self) -> None:
-        """Nothing to do: let other processes read what has been written so far."""
+    def _be_idle(self) -> None:
+        """Lets other processes read what has been written so far, and go what has to."""
         log = self._log
-        if log is not None and log.needs_mark:
+        if log is not None and self._is_over_the_bound(log):
+            self.close_log()
+            self._new_segment()  # the reclaimer shall look at it
+        elif log is not None and log.needs_mark:
             with self._parts.watch.operation():
                 if not log.mark():
                     self.close_log()
+
+    def _is_over_the_bound(self, log: SegmentLog) -> bool:
+        """Another process may have made it smaller."""
+        root, slot = self._parts.root, log.segment.header.slot
+        return slot >= root.slots or not self._writes()
+
+    def _writes(self) -> bool:
+        """False while the root is too small for another writer."""
+        return self._number < self._parts.writers
 
     def _guard(self, what: str, action: Callable[[], object]) -> None:
         """Marks and seals are for others' and for later benefit: failing costs no job."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import MIB, Engine, disk_usage, keys
+from harness import MIB, Engine, disk_usage, keys, wait_for
 from test_store_hang import loop_mount
 
 CHUNKS = [4096, 12288, 3_098_112, 1 * MIB]
@@ -47,7 +47,7 @@ def mounted(kind: str, where: Path) -> Iterator[Path]:
         yield mount
 
 
-KINDS = ["ext4-512", "ext4-4096", "xfs-512", "xfs-4096", "tmpfs", "overlay"]
+KINDS = ["ext4-512", "ext4-4096", "xfs-512", "xfs-4096", "btrfs-512", "tmpfs", "overlay"]
 
 
 @pytest.mark.root
@@ -106,7 +106,7 @@ def test_direct_where_chunks_are_whole_sectors(
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ext4-512", "xfs-4096"])
+@pytest.mark.parametrize("kind", ["ext4-512", "xfs-4096", "btrfs-512"])
 def test_bound_holds_where_the_file_system_counts_its_own_blocks(
     kind: str, tmp_path: Path
 ) -> None:
@@ -121,7 +121,7 @@ def test_bound_holds_where_the_file_system_counts_its_own_blocks(
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ext4-512", "xfs-512", "tmpfs"])
+@pytest.mark.parametrize("kind", ["ext4-512", "xfs-512", "btrfs-512", "tmpfs"])
 def test_a_disk_smaller_than_the_bound(kind: str, tmp_path: Path) -> None:
     """Real ENOSPC: the store lives with what there is."""
     with mounted(kind, tmp_path) as mount:
@@ -134,3 +134,22 @@ def test_a_disk_smaller_than_the_bound(kind: str, tmp_path: Path) -> None:
             assert engine.counter("evicted_segments") > 5
             assert engine.get(keys(32, 608)) == keys(32, 608)
             assert engine.store.stats().roots[0].paused is None
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_quota_smaller_than_the_bound(tmp_path: Path) -> None:
+    """Real EDQUOT, which btrfs gives root, too."""
+    with mounted("btrfs-512", tmp_path) as mount:
+        subprocess.run(["btrfs", "quota", "enable", str(mount)], check=True)
+        subprocess.run(["btrfs", "qgroup", "limit", "128M", str(mount)], check=True)
+        settings = {"max_bytes": 4096 * MIB, "segment_bytes": 16 * MIB}
+        with Engine(mount / "root", chunk_bytes=MIB, rows=32, **settings) as engine:
+            for start in range(0, 640, 32):
+                engine.put(keys(32, start))
+            assert engine.counter("evicted_segments") > 5
+            assert engine.get(engine.held(keys(640)))
+            subprocess.run(["btrfs", "qgroup", "limit", "none", str(mount)], check=True)
+            wait_for(lambda: engine.store.stats().roots[0].paused is None)
+            engine.put(keys(32, 1000))
+            assert engine.get(keys(32, 1000)) == keys(32, 1000)

@@ -232,8 +232,7 @@ def test_threads_exclude_each_other_where_locks_do_not(tmp_path: Path) -> None:
 
 def test_a_descriptor_that_a_fork_closed_is_not_closed_again(tmp_path: Path) -> None:
     """Its number may be another file's by then."""
-    fd = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
-    locks.keep(fd)
+    fd = locks.open_kept(lambda: os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT))
     os.close(fd)  # as the hook of a forked child does, which forgets it, too
     locks._held.discard(fd)
     other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
