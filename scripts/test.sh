@@ -6,10 +6,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(scripts/setup_env.sh cpu,dev | tail -n 1)"
-# The store is tried on XFS too, on loop devices, where that is possible at all.
-if [ "$(id -u)" = 0 ] && ! command -v mkfs.xfs >/dev/null && command -v apt-get >/dev/null; then
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y xfsprogs; } \
-        >/dev/null 2>&1 || echo "test: no xfsprogs; the tests on XFS are skipped" >&2
+# The store is tried on XFS and btrfs too, on loop devices, where that is possible at all.
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+    && ! { command -v mkfs.xfs && command -v mkfs.btrfs; } >/dev/null; then
+    { apt-get update -qq \
+        && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y xfsprogs btrfs-progs; } \
+        >/dev/null 2>&1 || echo "test: some tests on XFS and btrfs are skipped" >&2
 fi
 if [ $# -eq 0 ]; then
     "$python" -m ruff format --check .
