@@ -1,18 +1,51 @@
 #!/usr/bin/env bash
-# One engine on a CPU machine. Usage: examples/serve_cpu.sh MODEL [KV_DIR] [more vllm arguments]
-# Prefill is slow on CPUs, so a cached prefix saves most here.
+# usage: serve_cpu.sh MODEL [KV_DIR] [vllm arguments]
+#
+# One engine on a CPU machine. Prefill is slow on CPUs, so a cached prefix saves most here.
+# KV_DIR is ~/.cache/vllm-kv unless given.
+#   KV_CPU   size of the CPU pool, default 4GiB
+#   KV_DISK  bound on KV_DIR, default 50GiB
+#   VLLM_CPU_KVCACHE_SPACE     GiB of vLLM's own KV cache, default 4
+#   OMP_NUM_THREADS            threads of the model, default: all cores
+#   VLLM_CPU_OMP_THREADS_BIND  cores they are bound to, default nobind
 set -euo pipefail
-model="${1:?usage: $0 MODEL [KV_DIR] [more vllm arguments]}"
-kv_dir="${2:-$HOME/.cache/vllm-kv}"
-shift $(($# < 2 ? $# : 2))
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+model="$1"
+shift
+kv_dir="$HOME/.cache/vllm-kv"
+if [[ "${1:--}" != -* ]]; then
+    kv_dir="$1"
+    shift
+fi
+kv_dir="$(directory KV_DIR "$kv_dir")"
 
 # vLLM reserves one more core a rank when a connector is configured; binding the
-# threads yourself keeps the others for the model. KVCACHE_SPACE is in GiB.
+# threads yourself keeps the others for the model.
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-4}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
 
-# `python -m` because the `vllm` command of the CPU wheel looks for a
+# `python3 -m` because the `vllm` command of the CPU wheel looks for a
 # distribution named `vllm`, which that wheel does not bring.
 exec python3 -m vllm.entrypoints.openai.api_server --model "$model" "$@" \
     --kv-transfer-config '{

@@ -1,8 +1,33 @@
 #!/usr/bin/env bash
-# One GPU and a local NVMe. Usage: examples/serve_gpu.sh MODEL KV_DIR [more vllm arguments]
+# usage: serve_gpu.sh MODEL KV_DIR [vllm arguments]
+#
+# One GPU and a local NVMe.
+#   KV_CPU   size of the CPU pool, default 32GiB
+#   KV_DISK  bound on KV_DIR, default 500GiB
 set -euo pipefail
-model="${1:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
-kv_dir="${2:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+kv_dir="$(directory KV_DIR "${2:-}")"
+model="$1"
 shift 2
 exec vllm serve "$model" "$@" \
     --kv-transfer-config '{

@@ -1,11 +1,41 @@
 #!/usr/bin/env bash
-# Several NVMe drives: stores rotate over them, each has its own bound, and one that
-# fails leaves the others working. Usage: examples/serve_several_disks.sh MODEL DIR DIR...
+# usage: serve_several_disks.sh MODEL DIR... [vllm arguments]
+#
+# Several NVMe drives, one DIR on each; the first word with a dash ends them. Stores rotate
+# over them, each has its own bound, and one that fails leaves the others working.
+#   KV_CPU   size of the CPU pool, default 64GiB
+#   KV_DISK  bound on each DIR, default 500GiB
 set -euo pipefail
-model="${1:?usage: $0 MODEL DIR DIR...}"
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+model="$1"
 shift
-dirs="$(printf '"%s",' "$@")"
-exec vllm serve "$model" \
+roots=""
+while [ -z "$roots" ] || [[ "${1:--}" != -* ]]; do
+    root="$(directory DIR "${1:-}")"
+    roots+="${roots:+, }\"$root\""
+    shift
+done
+exec vllm serve "$model" "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",
@@ -13,5 +43,5 @@ exec vllm serve "$model" \
         "spec_name": "AlignedTieringOffloadingSpec",
         "cpu_bytes_to_use": "'"${KV_CPU:-64GiB}"'",
         "secondary_tiers": [
-          {"type": "odirect_fs", "root_dir": ['"${dirs%,}"'], "max_bytes": "'"${KV_DISK:-500GiB}"'"}
+          {"type": "odirect_fs", "root_dir": ['"$roots"'], "max_bytes": "'"${KV_DISK:-500GiB}"'"}
         ]}}'

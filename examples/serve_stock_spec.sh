@@ -1,12 +1,36 @@
 #!/usr/bin/env bash
+# usage: serve_stock_spec.sh MODEL KV_DIR NAMESPACE [vllm arguments]
+#
 # Our disk tier in vLLM's own tiering spec (GPUs only: vLLM's spec refuses the CPU
 # platform). The tier cannot see the model there, so a cache that is to survive a
 # restart needs a cache_namespace that you change with the weights.
-# Usage: examples/serve_stock_spec.sh MODEL KV_DIR NAMESPACE [more vllm arguments]
+#   KV_CPU_BYTES  size of the CPU pool as plain bytes, default 34359738368
+#   KV_DISK       bound on KV_DIR, default 500GiB
 set -euo pipefail
-model="${1:?usage: $0 MODEL KV_DIR NAMESPACE [more vllm arguments]}"
-kv_dir="${2:?usage: $0 MODEL KV_DIR NAMESPACE [more vllm arguments]}"
-namespace="${3:?usage: $0 MODEL KV_DIR NAMESPACE [more vllm arguments]}"
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+kv_dir="$(directory KV_DIR "${2:-}")"
+[[ "${3:--}" =~ ^[^\"\\-][^\"\\]*$ ]] || die "NAMESPACE: '${3:-}' is not a name"
+model="$1" namespace="$3"
 shift 3
 exec vllm serve "$model" "$@" \
     --kv-transfer-config '{

@@ -1,10 +1,42 @@
 #!/usr/bin/env bash
-# Tensor parallelism over several GPUs of one host: cpu_bytes_to_use is for all of
-# them together. Usage: examples/serve_tp.sh MODEL KV_DIR TP [more vllm arguments]
+# usage: serve_tp.sh MODEL KV_DIR TP [vllm arguments]
+#
+# Tensor parallelism over TP GPUs of one host.
+#   KV_CPU   size of the CPU pool, of all GPUs together, default 128GiB
+#   KV_DISK  bound on KV_DIR, default 500GiB
 set -euo pipefail
-model="${1:?usage: $0 MODEL KV_DIR TP [more vllm arguments]}"
-kv_dir="${2:?usage: $0 MODEL KV_DIR TP [more vllm arguments]}"
-tp="${3:?usage: $0 MODEL KV_DIR TP [more vllm arguments]}"
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+kv_dir="$(directory KV_DIR "${2:-}")"
+[[ "${3:-}" =~ ^[1-9][0-9]*$ ]] || die "TP: '${3:-}' is not a number of GPUs"
+model="$1" tp="$3"
 shift 3
-KV_CPU="${KV_CPU:-128GiB}" exec "$(dirname "$0")/serve_gpu.sh" "$model" "$kv_dir" \
-    --tensor-parallel-size "$tp" "$@"
+exec vllm serve "$model" --tensor-parallel-size "$tp" "$@" \
+    --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector",
+      "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "AlignedTieringOffloadingSpec",
+        "cpu_bytes_to_use": "'"${KV_CPU:-128GiB}"'",
+        "secondary_tiers": [
+          {"type": "odirect_fs", "root_dir": "'"$kv_dir"'", "max_bytes": "'"${KV_DISK:-500GiB}"'"}
+        ]}}'

@@ -1,13 +1,37 @@
 #!/usr/bin/env bash
+# usage: P2P_CONFIG='{"type": "p2p", ...}' serve_with_p2p.sh MODEL KV_DIR [vllm arguments]
+#
 # Several hosts without a shared volume: our disk tier first, then vLLM's own p2p tier,
-# which fetches from other engines what this host does not have. P2P_CONFIG is the JSON
-# object of vLLM's p2p tier (see vLLM's documentation for its keys).
-# Usage: P2P_CONFIG='{"type": "p2p", ...}' examples/serve_with_p2p.sh MODEL KV_DIR [more]
+# which fetches from other engines what this host does not have.
+#   P2P_CONFIG  JSON object of the p2p (or obj) tier; its keys are in vLLM's documentation
+#   KV_CPU      size of the CPU pool, default 32GiB
+#   KV_DISK     bound on KV_DIR, default 500GiB
 set -euo pipefail
-model="${1:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
-kv_dir="${2:?usage: $0 MODEL KV_DIR [more vllm arguments]}"
+
+die() {
+    echo "${0##*/}: $1; --help says more" >&2
+    exit 2
+}
+directory() { # NAME VALUE: its absolute path, fit for JSON
+    case "$2" in
+    "" | -*) die "$1 is missing" ;;
+    *[\"\\]*) die "$1: $2 holds a quote or a backslash" ;;
+    esac
+    [ ! -e "$2" ] || [ -d "$2" ] || die "$1: $2 is not a directory"
+    realpath -m -- "$2"
+}
+
+case "${1:-}" in
+-h | --help)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+"" | -*) die "MODEL is missing" ;;
+esac
+kv_dir="$(directory KV_DIR "${2:-}")"
+[[ "${P2P_CONFIG:-}" == "{"*"}" ]] || die "P2P_CONFIG: '${P2P_CONFIG:-}' is not a JSON object"
+model="$1"
 shift 2
-: "${P2P_CONFIG:?set P2P_CONFIG to the JSON object of the p2p (or obj) tier}"
 exec vllm serve "$model" "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
