@@ -105,6 +105,44 @@ def test_the_memory_limit_covers_pool_and_shm(manifest: Manifest) -> None:
     assert limit >= spec.cpu_bytes_to_use + manifest.size_of("shm") + 8 * GIB
 
 
+def test_the_node_is_asked_for_the_disk_of_its_volumes(manifest: Manifest) -> None:
+    volumes = [v["emptyDir"] for v in manifest.pod["volumes"] if "emptyDir" in v]
+    on_disk = sum(quantity(v["sizeLimit"]) for v in volumes if v.get("medium") != "Memory")
+    requests = manifest.container["resources"]["requests"]
+    assert on_disk <= quantity(requests["ephemeral-storage"]) <= 1.2 * on_disk
+
+
+def test_an_update_needs_no_spare_gpu(manifest: Manifest) -> None:
+    spec = manifest.workload["spec"]
+    if manifest.workload["kind"] == "Deployment":
+        assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    else:  # an ordered update takes one away before it brings one
+        assert manifest.workload["kind"] == "StatefulSet"
+
+
+def test_what_vllm_is_started_with(manifest: Manifest) -> None:
+    assert manifest.container["command"][:2] == ["vllm", "serve"]
+    assert not any(a.startswith("--model") for a in manifest.container["args"])
+    port = manifest.container["ports"][0]
+    assert f"--port={port['containerPort']}" in manifest.container["args"]
+    for probe in ("startupProbe", "readinessProbe"):
+        assert manifest.container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    # A service named vllm would otherwise set VLLM_PORT to something that is no port.
+    assert manifest.pod["enableServiceLinks"] is False
+    # PyTorch asks for the name of the user, and this one is in no /etc/passwd.
+    assert {"name": "USER", "value": "vllm"} in manifest.container["env"]
+
+
+def test_the_image_is_built_from_this_checkout() -> None:
+    lines = (EXAMPLES / "kubernetes" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert {"pyproject.toml", "vllm_tiered_offload"} <= set(copied)
+    assert all((EXAMPLES.parent / name).exists() for name in copied)
+    (tag,) = (line.rpartition(":v")[2] for line in lines if line.startswith("FROM"))
+    for path in MANIFESTS:
+        assert Manifest(path).container["image"] == f"vllm-tiered-offload:{tag}"
+
+
 def test_it_runs_without_privileges_on_a_read_only_root(manifest: Manifest) -> None:
     pod, own = manifest.pod["securityContext"], manifest.container["securityContext"]
     assert pod["runAsNonRoot"] is True
@@ -156,7 +194,7 @@ def test_the_unit_starts_what_it_says() -> None:
     assert str(tier.root_dir[0]).startswith(f"/var/cache/{lines['CacheDirectory'][0]}/")
     for setting in lines["Environment"]:
         name, _, path = setting.partition("=")
-        if path.startswith("/"):
+        if path.startswith("/") and name != "PATH":
             assert path.startswith(f"/var/lib/{lines['StateDirectory'][0]}/"), name
     assert (lines["UMask"], lines["CacheDirectoryMode"]) == (["0077"], ["0700"])
     drain = int(command[command.index("--shutdown-timeout") + 1])
