@@ -21,7 +21,7 @@ from vllm_tiered_offload.cli.removal import (
     Choice,
     DryRunOption,
     choose,
-    print_staying,
+    print_choice,
     remove,
     tell,
 )
@@ -60,10 +60,7 @@ def _ask(chosen: Sequence[Choice]) -> None:
     if not chosen:
         return
     for choice in chosen:
-        print_staying(error_console(), choice.in_use)
+        print_choice(error_console(), choice)
     count = sum(len(choice.segments) for choice in chosen)
     size = human_bytes(sum(choice.allocated_bytes for choice in chosen))
-    where = ", ".join(choice.root for choice in chosen)
-    typer.confirm(
-        f"Remove {count} segments, {size} of cached KV, in {where}?", abort=True, err=True
-    )
+    typer.confirm(f"Remove {count} segments, {size} of cached KV?", abort=True, err=True)

@@ -22,7 +22,7 @@ from vllm_tiered_offload.cli.output import (
 )
 from vllm_tiered_offload.store.inspection import RootFacts, look_at
 
-_BAR = 30
+_LONG_BAR, _SHORT_BAR = 30, 15  # characters; the short one leaves room for a model
 
 
 @reports_errors
@@ -75,7 +75,7 @@ def _print_root(out: Console, facts: RootFacts) -> None:
             short(space.fingerprint),
             escape(model_of(space)),
             human_bytes(space.allocated_bytes),
-            f"{_bar(share)} {share:.0%}",
+            f"{_bar(share, _SHORT_BAR)} {share:.0%}",
         )
     if shares.row_count:
         out.print(shares)
@@ -89,7 +89,7 @@ def _sums(facts: RootFacts) -> Table:
     rows.add_row(
         "in use",
         human_bytes(held),
-        f"{_bar(held / bound)} {held / bound:.0%} of {human_bytes(bound)}"
+        f"{_bar(held / bound, _LONG_BAR)} {held / bound:.0%} of {human_bytes(bound)}"
         if bound
         else "no max_bytes: bounded by min_free_bytes",
     )
@@ -108,6 +108,6 @@ def _segments(facts: RootFacts) -> str:
     return f"{', '.join(states)}; {size} each" if states else ""
 
 
-def _bar(share: float) -> str:
-    full = round(min(1.0, max(0.0, share)) * _BAR)
-    return f"[cyan]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/]"
+def _bar(share: float, length: int) -> str:
+    full = round(min(1.0, max(0.0, share)) * length)
+    return f"[cyan]{'█' * full}[/][dim]{'░' * (length - full)}[/]"

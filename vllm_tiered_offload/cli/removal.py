@@ -57,21 +57,21 @@ def tell(chosen: Sequence[Choice], failures: Sequence[Failure], as_json: bool) -
         print_json_list(map(_choice_as_json, chosen), failures)
     else:
         for choice in chosen:
-            _print_choice(console(), choice)
+            print_choice(console(), choice)
     finish(failures)
 
 
-def _print_choice(out: Console, choice: Choice) -> None:
+def print_choice(out: Console, choice: Choice) -> None:
+    """What would be removed, and what would not and why."""
     out.print(
         f"{escape(choice.root)}: would remove {len(choice.segments)} of "
         f"{len(choice.facts.segments)} segments, {human_bytes(choice.allocated_bytes)}",
         soft_wrap=True,
     )
-    print_staying(out, choice.in_use)
+    _print_staying(out, choice.in_use)
 
 
-def print_staying(out: Console, segments: Sequence[SegmentFacts]) -> None:
-    """Why some of what was asked for is not removed."""
+def _print_staying(out: Console, segments: Sequence[SegmentFacts]) -> None:
     if segments:
         size = sum(segment.allocated_bytes for segment in segments)
         stay = "stays" if len(segments) == 1 else "stay"
@@ -110,7 +110,7 @@ def print_removed(
         f"segments, {human_bytes(removed.allocated_bytes)}",
         soft_wrap=True,
     )
-    print_staying(out, (*in_use, *removed.busy))
+    _print_staying(out, (*in_use, *removed.busy))
     for segment in removed.refused:
         out.print(
             f"  [red]cannot remove {escape(segment.path)}[/]; look at its owner and attributes",
