@@ -12,7 +12,7 @@ import typer
 DirsArgument = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="[ROOT_DIR]...",
+        metavar="ROOT_DIR",
         help="Root directories, as root_dir in the configuration.",
         show_default=False,
     ),
