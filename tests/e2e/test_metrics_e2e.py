@@ -16,10 +16,12 @@ from tests.support.server import Server
 pytestmark = pytest.mark.engine
 
 PREFIX = "vllm:kv_offload_odirect_"
+POOL = "vllm:kv_offload_pool_"
 TIER = "1:odirect_fs"
 PROMPTS = [prompt(1000, seed=1), prompt(1500, seed=2)]
 CHUNKS = 1000 // 128 + 1500 // 128  # whole chunks of 128 tokens, vLLM's block on CPUs
 MAX_BYTES = 256 << 20
+POOL_BYTES = 64 << 20
 
 
 class Scrape:
@@ -97,18 +99,30 @@ def test_what_is_scraped_is_what_is_on_disk(tiny_llama: Path, tmp_path: Path) ->
         assert scrape.counter("loaded_bytes") <= scrape.counter("read_bytes")
         theirs = scrape.values("vllm:kv_offload_tiering_read_bytes_total", tier=TIER)
         assert theirs == {scrape.counter("loaded_bytes")}
+        cached = scrape.values("vllm:prompt_tokens_cached_by_source_total", source="disk")
+        assert cached in ({loaded * 128.0}, set())  # set(): before vLLM 0.32
+        assert 0 in scrape.values(POOL + "pinned_bytes")  # the request has started
+        assert scrape.values(POOL + "waits_total") == {0}  # there was room
 
 
 def _every_series_is_there(server: Server, root: Path) -> None:
     from vllm.v1.kv_offload.base import OffloadingCounterMetadata
 
+    from vllm_tiered_offload import pool_metrics
     from vllm_tiered_offload.fs_tier.metrics import metric_definitions
 
     scrape = Scrape(server)
-    for name, metadata in metric_definitions().items():
+    for name, metadata in {**metric_definitions(), **pool_metrics.metric_definitions()}.items():
         suffix = "_total" if isinstance(metadata, OffloadingCounterMetadata) else ""
+        labels = {"tier": TIER} if name.startswith(PREFIX) else {}
         if name != PREFIX + "failed_chunks":  # has no reason yet
-            assert scrape.values(name + suffix, tier=TIER), name
+            assert scrape.values(name + suffix, **labels), name
+    for name in ("pinned_bytes", "promoting_bytes", "overdue_bytes", "waiting_requests"):
+        assert scrape.values(POOL + name) == {0}, name
+    for name in ("waits_total", "wait_seconds_total", "pins_expired_total"):
+        assert scrape.values(POOL + name) == {0}, name
+    (limit,) = scrape.values(POOL + "promotion_limit_bytes")
+    assert 0 < limit <= POOL_BYTES
     for errno_name in ("EIO", "ENOSPC"):
         labels = {"direction": "write", "errno": errno_name, "root": str(root)}
         assert scrape.counter("io_errors", **labels) == 0
