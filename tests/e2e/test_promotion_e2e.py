@@ -66,6 +66,12 @@ def test_larger_than_the_pool_and_more_than_the_pool_holds(
         assert [o.tokens for o in outputs] == [o.tokens for o in expected[2:]]
         assert [o.cached for o in outputs] == [6 * CHUNK] * len(CROWD)
         assert read == 6 * len(CROWD) * CHUNK_BYTES
+        waits = {
+            metric["labels"]["outcome"]: metric["value"]
+            for metric in engine.labelled_metrics()
+            if metric["name"] == "vllm:kv_offload_pool_waits"
+        }
+        assert waits == {"in_time": len(CROWD) - 1, "out_of_patience": 0, "gone": 0}
 
 
 def test_the_default_share_and_no_patience(
