@@ -7,20 +7,22 @@ the directory is listed only when it changed.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import stat
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from vllm_tiered_offload.store import format as fmt
-from vllm_tiered_offload.store import locks
+from vllm_tiered_offload.store.follower import Follower
+from vllm_tiered_offload.store.oddities import Identity, Oddities
 from vllm_tiered_offload.store.parts import Parts
-from vllm_tiered_offload.store.recovery import Kind, SegmentReader
+from vllm_tiered_offload.store.recovery import Kind
 from vllm_tiered_offload.store.segment import Segment, State
-
-logger = logging.getLogger("vllm.tiered_offload.store")
 
 # A directory changed twice within one tick of the file system's clock shows one time.
 CLOCK_GRAIN = 2.0
@@ -28,8 +30,20 @@ LIST_ANYWAY_AFTER = 30  # refreshes: a network file system may show an old time
 REMEMBER_OTHERS = 600.0  # seconds a new segment of another process stands for more to come
 MEASURE_AFTER = 60  # refreshes between two looks at what else lies under the root
 RECOVERY_THREADS = 8
-RECOVERY_WINDOW = 32  # footers in memory at once
+# What a thread reads at a time; twice as many batches as threads are in memory.
+RECOVERY_BATCH, RECOVERY_BATCH_BYTES = 16, 4 << 20  # files, bytes of records
 _YIELD_AFTER = 64  # files
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file in a slot, and its records if it is a sealed segment of the present namespace."""
+
+    path: str
+    identity: Identity
+    kind: Kind
+    header: fmt.PageBlock | None = None
+    records: fmt.Records | None = None
 
 
 class Refresher:
@@ -37,56 +51,36 @@ class Refresher:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._readers = threading.local()
+        self._oddities = Oddities(parts.counters, parts.clock)
+        self._follower = Follower(parts, self._oddities)
         self._listed_at: tuple[int, int] = (0, 0)  # directory's mtime, wall clock then
         self._refreshes = 0
-        self._recovering = False
         self.turn = threading.Lock()  # held during a refresh
-        self._reported: dict[str, tuple[int, int]] = {}  # odd files already counted
 
     def recover(self) -> None:
-        """Everything there is, oldest first, so that the youngest copy of a chunk wins.
-
-        Raises OSError when the directory cannot be read.
-        """
+        """Everything there is. Raises OSError when the directory cannot be read."""
         self._parts.catalogue.clear()
-        self._reported.clear()
-        self._listed_at = (0, 0)
-        self._recovering = True
-        try:
-            # Many small reads: their latencies overlap, the work of Python does not.
-            with ThreadPoolExecutor(RECOVERY_THREADS, "vto-recover") as pool:
-                self._list(pool)
-                self._read_all(pool)
-        finally:
-            self._recovering = False
+        self._oddities.clear()
+        self._listed_at = (self._directory_time(), time.time_ns())
+        paths, size = self._list(), self._files_per_batch()
+        # Many small reads: their latencies overlap, the work of Python does not.
+        with ThreadPoolExecutor(RECOVERY_THREADS, "vto-recover") as pool:
+            waiting: deque[Future[list[_Found]]] = deque()
+            for start in range(0, len(paths), size):
+                waiting.append(pool.submit(self._read_all, paths[start : start + size]))
+                if len(waiting) > 2 * RECOVERY_THREADS:
+                    self._enter_all(waiting.popleft().result())
+            while waiting:
+                self._enter_all(waiting.popleft().result())
 
-    def _read_all(self, pool: ThreadPoolExecutor) -> None:
-        segments = [found for found in self._parts.catalogue.all() if found.ordinal >= 0]
-        segments.sort(key=lambda found: found.sequence)
-        for start in range(0, len(segments), RECOVERY_WINDOW):
-            window = segments[start : start + RECOVERY_WINDOW]
-            for segment, records in zip(window, pool.map(self._footer_of, window), strict=True):
-                if records is None:
-                    self._look_at(segment)
-                else:
-                    self._take(segment, records)
-                    segment.state = State.CLOSED
+    def _files_per_batch(self) -> int:
+        """So many that handing them over costs little, and their footers little memory."""
+        geometry, stride = self._parts.root.geometry, self._parts.stride
+        footer = fmt.table_bytes(geometry.segment_bytes // stride, geometry.page_bytes)
+        return max(1, min(RECOVERY_BATCH, RECOVERY_BATCH_BYTES // footer))
 
-    def _footer_of(self, segment: Segment) -> fmt.Records | None:
-        """The records of a sealed segment; None for all that needs a closer look."""
-        try:
-            fd = self._parts.io.open(segment.path, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            if self._has_writer(fd, segment.header):
-                return None
-            return self._reader.footer(fd, segment.header)
-        except (OSError, fmt.FormatError):
-            return None
-        finally:
-            os.close(fd)
+    def _read_all(self, paths: Sequence[str]) -> list[_Found]:
+        return [found for path in paths if (found := self._read(path)) is not None]
 
     def refresh(self) -> bool:
         """One round; True if files came or went. Raises OSError when the root is unreadable."""
@@ -96,11 +90,12 @@ class Refresher:
             if self._refreshes % MEASURE_AFTER == 0:
                 self._parts.root.measure_foreign()
             if self._directory_changed():
-                self._list()
+                self._compare_all()
                 changed = True
             for segment in self._parts.catalogue.all():
-                if segment.ordinal >= 0 and segment.state is State.OPEN:
-                    self._look_at(segment)
+                is_open = segment.ordinal >= 0 and segment.state is State.OPEN
+                if is_open and self._oddities.may_read(segment.sequence):
+                    self._follower.look_at(segment)
             return changed
 
     def _directory_changed(self) -> bool:
@@ -109,25 +104,24 @@ class Refresher:
         recent = at - mtime < CLOCK_GRAIN * 1e9
         return mtime != seen or recent or self._refreshes % LIST_ANYWAY_AFTER == 0
 
-    def _list(self, pool: ThreadPoolExecutor | None = None) -> None:
+    def _list(self) -> list[str]:
+        try:
+            return list(self._parts.slots.list().values())
+        except FileNotFoundError:  # not made yet, or unmounted: nothing to be found in either
+            return []
+
+    def _compare_all(self) -> None:
         self._listed_at = (self._directory_time(), time.time_ns())
         # Before the listing: a segment that a writer adds meanwhile is no missing file.
         known = self._parts.catalogue.all()
-        try:
-            files = self._parts.slots.list()
-        except FileNotFoundError:  # not made yet, or unmounted: nothing to be found in either
-            files = {}
-        present = set(files.values())
+        paths = self._list()
+        present = set(paths)
         for segment in known:
             if segment.path not in present and not self._exists(segment.path):
                 self._parts.lose(segment)
         self._parts.catalogue.leftovers.intersection_update(present)
         self._parts.catalogue.strangers.intersection_update(present)
-        if pool is not None:
-            for _ in pool.map(self._compare, files.values()):
-                pass
-            return
-        for number, path in enumerate(files.values()):
+        for number, path in enumerate(paths):
             self._compare(path)
             if number % _YIELD_AFTER == 0:
                 time.sleep(0)
@@ -150,58 +144,97 @@ class Refresher:
         """A slot may hold another file than last time under the same name."""
         known = self._parts.catalogue.get(path)
         if known is not None and known.state is not State.CLOSED:
-            return  # its times change as it is written; _look_at compares headers
+            return  # its times change as it is written; the follower compares headers
+        found = self._read(path, known)
+        if found is None:
+            return
+        if known is not None:
+            if found.header is not None and found.header.sequence == known.sequence:
+                known.identity = found.identity
+                return
+            self._parts.lose(known)
+        if self._enter_all([found]):  # not there at the start: somebody else is storing
+            self._parts.others_store_until = self._parts.clock() + REMEMBER_OTHERS
+
+    def _read(self, path: str, known: Segment | None = None) -> _Found | None:
+        """What a file is. None if it is ``known``, gone, or was read before in vain."""
+        identity = (0, 0)
         try:
             info = self._parts.syscalls.stat(path)
             identity = (info.st_ino, info.st_ctime_ns)
             if known is not None and known.identity == identity:
-                return
+                return None
             if not stat.S_ISREG(info.st_mode):  # opening a device or a FIFO does something
-                self._odd(path, Kind.STRANGE, identity)
-                return
-            if self._reported.get(path) != identity:
-                self._examine(path, known, identity)
+                return _Found(path, identity, Kind.STRANGE)
+            odd = self._oddities
+            if odd.knows(path, identity) or not odd.may_read((path, identity)):
+                return None
+            return self._read_file(path, identity)
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
             self._parts.catalogue.find_odd(path, leftover=False)
-            self._report(path, (0, 0), "unreadable", str(error))
+            self._oddities.unreadable(path, (path, identity), error)
+            return None
 
-    def _examine(self, path: str, known: Segment | None, identity: tuple[int, int]) -> None:
-        parts = self._parts
-        fd = parts.io.open(path, os.O_RDONLY)
+    def _read_file(self, path: str, identity: Identity) -> _Found:
+        """With one descriptor: ten thousand segments are ten thousand of everything."""
+        reader = self._follower.reader
+        fd = self._parts.io.open(path, os.O_RDONLY)
         try:
-            kind, header = self._reader.identify(fd)
+            kind, header = reader.identify(fd)
+            records = None
+            if header is not None and self._is_ours(header):
+                with contextlib.suppress(OSError, fmt.FormatError):  # for a closer look
+                    records = reader.footer(fd, header)
         finally:
             os.close(fd)
-        if known is not None:
-            if header is not None and header.sequence == known.sequence:
-                known.identity = identity
-                return
-            self._parts.lose(known)
+        self._oddities.readable((path, identity))
+        return _Found(path, identity, kind, header, records)
+
+    def _enter_all(self, found: Iterable[_Found]) -> int:
+        """Into catalogue and index; returns how many segments that were."""
+        entered = 0
+        for each in found:
+            segment = self._enter(each)
+            if segment is None:
+                continue
+            entered += 1
+            if segment.ordinal >= 0 and each.records is None:
+                self._follower.look_at(segment)
+            elif each.records is not None:  # sealed: whoever has written it does so no more
+                self._follower.take(segment, each.records)
+                segment.state = State.CLOSED
+        return entered
+
+    def _enter(self, found: _Found) -> Segment | None:
+        """The segment in the catalogue; None if it is none, or not to be there."""
+        parts, header = self._parts, found.header
         if header is None:
-            self._odd(path, kind, identity)
-            return
+            self._enter_odd(found)
+            return None
         parts.slots.note_sequence(header.sequence)
-        segment = Segment(parts.number, path, header, State.CLOSED)
-        segment.identity = identity
+        segment = Segment(parts.number, found.path, header, State.CLOSED)
+        segment.identity = found.identity
         # Whether another namespace's segment still has a writer is for its lock to say,
         # when it comes to evicting it.
         if self._is_ours(header):
             segment.state = State.OPEN
             parts.index.register(segment)
-        if not parts.found(segment):
-            parts.index.drop(segment)
-        elif not self._recovering:  # not there at the start: somebody else is storing
-            parts.others_store_until = parts.clock() + REMEMBER_OTHERS
+        if parts.found(segment):
+            return segment
+        parts.index.drop(segment)
+        return None
 
-    @property
-    def _reader(self) -> SegmentReader:
-        """This thread's: a reader has one buffer."""
-        reader: SegmentReader | None = getattr(self._readers, "reader", None)
-        if reader is None:
-            reader = self._readers.reader = SegmentReader(self._parts.io)
-        return reader
+    def _enter_odd(self, found: _Found) -> None:
+        catalogue, path, kind = self._parts.catalogue, found.path, found.kind
+        removable = kind in (Kind.EMPTY, Kind.DAMAGED) and path not in catalogue.strangers
+        catalogue.find_odd(path, leftover=removable)
+        if kind is Kind.NEWER:
+            detail = "written by a newer version; left alone"
+            self._oddities.report(path, found.identity, "newer", detail)
+        elif kind is Kind.DAMAGED:
+            self._oddities.report(path, found.identity, "header", "no valid header")
 
     def _is_ours(self, header: fmt.PageBlock) -> bool:
         parts = self._parts
@@ -211,103 +244,3 @@ class Refresher:
             and header.chunk_bytes == parts.chunk_bytes
             and same_pages
         )
-
-    def _look_at(self, segment: Segment) -> None:
-        """Reads what is new in a segment that was open when last seen."""
-        try:
-            fd = self._parts.io.open(segment.path, os.O_RDONLY)
-        except FileNotFoundError:
-            self._parts.lose(segment)
-            return
-        except OSError as error:
-            self._report(segment.path, (0, 0), "unreadable", str(error))
-            return
-        try:
-            kind, header = self._reader.identify(fd)
-            if kind is not Kind.SEGMENT or header is None or header != segment.header:
-                self._parts.lose(segment)
-            elif self._has_writer(fd, header):
-                self._follow(fd, segment)
-            else:
-                self._finish(fd, segment)
-                info = os.fstat(fd)
-                segment.identity = (info.st_ino, info.st_ctime_ns)
-        except OSError as error:  # one bad sector: the other segments are none the worse
-            self._report(segment.path, (0, 0), "unreadable", str(error))
-        finally:
-            os.close(fd)
-
-    def _has_writer(self, fd: int, header: fmt.PageBlock) -> bool:
-        """A header without a lock has no living writer: it is written under the lock.
-
-        Where locks do not work, nobody else is there (exclusive), or only a trailer can tell.
-        """
-        if not self._parts.root.lock.works:
-            return not self._parts.settings.exclusive and not self._reader.is_sealed(fd, header)
-        try:
-            if not locks.try_lock(fd, shared=True):
-                return True
-            locks.unlock(fd)
-        except OSError:
-            return True
-        return False
-
-    def _follow(self, fd: int, segment: Segment) -> None:
-        """Takes the extents that a living writer has declared readable."""
-        scan = self._reader.scan(fd, segment.header, segment.scanned_to)
-        for extent in scan.extents:
-            if extent.end <= scan.committed:
-                self._take(segment, extent.records)
-        segment.scanned_to = max(segment.scanned_to, scan.committed)
-
-    def _finish(self, fd: int, segment: Segment) -> None:
-        """Nobody writes it any more: footer if there is one, else all that can be trusted."""
-        try:
-            records = self._reader.footer(fd, segment.header)
-        except (OSError, fmt.FormatError) as error:
-            self._report(segment.path, (0, 0), "footer", str(error))
-            records = None
-        try:
-            if records is not None:
-                self._take(segment, records[len(segment.keys) :])
-            else:
-                self._adopt(fd, segment)
-        finally:
-            segment.state = State.CLOSED
-
-    def _adopt(self, fd: int, segment: Segment) -> None:
-        """A dead writer's: above its last mark only payloads that prove themselves."""
-        scan = self._reader.scan(fd, segment.header, segment.scanned_to)
-        for extent in scan.extents:
-            records = extent.records
-            if extent.end > scan.committed:
-                records = records[self._reader.payloads_match(fd, segment.header, records)]
-            self._take(segment, records)
-        segment.scanned_to = scan.next_offset
-        self._parts.counters.add(adopted_segments=1)
-
-    def _take(self, segment: Segment, records: fmt.Records) -> None:
-        keys = fmt.record_keys(records)
-        index = self._parts.index
-        # Recovery goes from the oldest to the youngest: the last place is the right one.
-        enter = index.add if self._recovering else index.offer
-        enter(segment, keys, records["offset"], records["checksum"])
-
-    def _odd(self, path: str, kind: Kind, identity: tuple[int, int]) -> None:
-        catalogue = self._parts.catalogue
-        removable = kind in (Kind.EMPTY, Kind.DAMAGED) and path not in catalogue.strangers
-        catalogue.find_odd(path, leftover=removable)
-        if kind is Kind.NEWER:
-            self._report(path, identity, "newer", "written by a newer version; left alone")
-        elif kind is Kind.DAMAGED:
-            self._report(path, identity, "header", "no valid header")
-
-    def _report(self, path: str, identity: tuple[int, int], what: str, detail: str) -> None:
-        """Counts and logs an odd file, once for each state it is seen in."""
-        if self._reported.get(path) == identity:
-            return
-        if len(self._reported) > 10_000:
-            self._reported.clear()
-        self._reported[path] = identity
-        self._parts.counters.count("newer_segments" if what == "newer" else f"damaged.{what}")
-        logger.warning("%s: %s: %s", path, what, detail)

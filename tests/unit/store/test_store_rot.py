@@ -245,3 +245,72 @@ def test_a_bad_sector_costs_a_segment_and_not_the_start(root: Path, where: str) 
         assert engine.counter("damaged.unreadable") + engine.counter("damaged.footer") >= 1
         engine.put(keys(2000, 1000))
         assert engine.store.stats().dropped_chunks == {}
+
+
+class CountingBadSector(BadSector):
+    tried = 0
+    bad = True
+
+    def preadv(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+        try:
+            return super().preadv(fd, buffers, offset)
+        except OSError:
+            self.tried += 1
+            if self.bad:
+                raise
+            return os.preadv(fd, buffers, offset)
+
+
+def refresh_some_times(engine: Engine) -> None:
+    refresher = engine.store._disks[0]._refresher
+    seen = refresher._refreshes
+    wait_for(lambda: refresher._refreshes > seen + 5)
+
+
+def test_a_bad_sector_in_a_segment_that_is_followed_is_tried_ever_more_rarely(
+    root: Path,
+) -> None:
+    """A disk may take half a minute for each try, and every try holds up the refresh."""
+    calls, now = CountingBadSector("000000.seg", 4096, 512 * KIB), [100.0]
+    with (
+        Engine(root, **SMALL) as writer,
+        Engine(root, syscalls=calls, clock=lambda: now[0], **SMALL) as reader,
+    ):
+        writer.put(keys(20))
+        wait_for(lambda: calls.tried)
+        for _ in range(3):
+            before = calls.tried
+            refresh_some_times(reader)
+            assert calls.tried == before  # not yet
+            now[0] += 1000
+            wait_for(lambda: calls.tried > before)
+        assert reader.counter("damaged.unreadable") == 1
+        calls.bad = False
+        now[0] += 1000
+        wait_for(lambda: reader.held(keys(20)) == keys(20))
+        assert reader.get(keys(20)) == keys(20)
+
+
+def test_a_header_that_cannot_be_read_is_tried_ever_more_rarely(filled: Path) -> None:
+    calls, now = CountingBadSector("000001.seg", 0, 4096), [100.0]
+    with Engine(filled, syscalls=calls, clock=lambda: now[0], **SMALL) as engine:
+        before = calls.tried
+        assert before
+        for n in range(5):  # the directory changes, and is listed
+            (filled / "segments" / f"note{n}").touch()
+            refresh_some_times(engine)
+        assert calls.tried == before
+        calls.bad = False
+        now[0] += 1000
+        wait_for(lambda: engine.held(WANTED) == WANTED)
+        assert engine.get(WANTED) == WANTED
+
+
+def test_what_is_no_file_any_more_takes_its_chunks_along(filled: Path) -> None:
+    with Engine(filled, **SMALL) as engine:
+        path = segments(filled)[0]
+        path.unlink()
+        os.mkfifo(path)
+        wait_for(lambda: len(engine.held(WANTED)) < 100)
+        there = engine.held(WANTED)
+        assert engine.get(there) == there
