@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from vllm_tiered_offload.store import format as fmt
@@ -33,6 +33,7 @@ from vllm_tiered_offload.store.opening import Shared
 from vllm_tiered_offload.store.runs import SMALLEST_SHARE, Run, cut
 from vllm_tiered_offload.store.segment import Segment
 from vllm_tiered_offload.store.syscalls import Syscalls
+from vllm_tiered_offload.store.totals import add_up
 
 Placed = tuple[int, bytes, memoryview]  # place, key, row
 
@@ -171,30 +172,11 @@ class ChunkStore:
     def stats(self) -> StoreStats:
         """Counters and gauges of this moment; thread safe."""
         roots = tuple(disk.stats(self._chunks_of(disk)) for disk in self._disks)
-        total = self._counters.snapshot()
-        for root in roots:
-            for name, count in root.counters.items():
-                total[name] = total.get(name, 0) + count
-        get = total.get
-        return StoreStats(
+        return add_up(
+            roots,
+            self._counters.snapshot(),
             chunks=len(self._index),
             pending_jobs=self._jobs.pending,
-            queued_store_bytes=sum(root.queued_store_bytes for root in roots),
-            stalled=any(root.stalled for root in roots),
-            stored_chunks=get("stored_chunks", 0),
-            stored_bytes=get("stored_bytes", 0),
-            loaded_chunks=get("loaded_chunks", 0),
-            loaded_bytes=get("loaded_bytes", 0),
-            evicted_chunks=get("evicted_chunks", 0),
-            evicted_segments=get("evicted_segments", 0),
-            copied_chunks=get("copied_chunks", 0),
-            written_bytes=get("written_bytes", 0),
-            read_bytes=get("read_bytes", 0),
-            write_seconds=get("write_ns", 0) / 1e9,
-            read_seconds=get("read_ns", 0) / 1e9,
-            dropped_chunks=_by_reason(total, "dropped."),
-            failed_chunks=_by_reason(total, "failed."),
-            roots=roots,
         )
 
     def describe(self) -> dict[str, object]:
@@ -335,11 +317,3 @@ def _check_memory(memory: memoryview, chunk_bytes: int) -> None:
         raise StoreError("memory must be a flat, writable view of bytes")
     if chunk_bytes < 1 or len(memory) < chunk_bytes:
         raise StoreError(f"chunks of {chunk_bytes} bytes in a memory of {len(memory)} bytes")
-
-
-def _by_reason(total: Mapping[str, int], prefix: str) -> dict[str, int]:
-    return {
-        name.removeprefix(prefix): count
-        for name, count in total.items()
-        if name.startswith(prefix)
-    }

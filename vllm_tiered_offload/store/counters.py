@@ -58,6 +58,11 @@ class Counters:
         """A call failed; ``way`` is "read" or "write"."""
         self.count(f"io_errors.{way}.{errno_name(error)}")
 
+    def write_error(self, error: OSError) -> None:
+        """An extent, a mark or a seal was not written."""
+        self.count("write_errors")
+        self.io_error("write", error)
+
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return dict(self._values)

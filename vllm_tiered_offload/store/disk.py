@@ -101,7 +101,7 @@ class Disk:
     def switch_namespace(self, namespace: Namespace) -> None:
         """Goes on in another namespace: within ``quiet``, without jobs, the index empty."""
         for writer in self._writers:
-            writer.close_log()
+            writer.open.close()
         self.parts.descriptors.close()
         self._leave_namespace()
         self.parts.namespace = namespace
@@ -167,7 +167,7 @@ class Disk:
         )
 
     def _room(self) -> int:
-        return max((writer.room() for writer in self._writers), default=0)
+        return max((writer.open.room() for writer in self._writers), default=0)
 
     def _recover(self) -> None:
         began = time.monotonic()
