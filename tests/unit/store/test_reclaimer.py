@@ -233,3 +233,32 @@ def test_a_store_begun_before_the_failure_ends_no_pause() -> None:
     now[0] = FIRST_PAUSE
     pause.end()
     assert pause.reason is None
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_stores_go_on_though_everything_is_hit_and_no_copy_may_be_made(
+    root: Path, writers: int
+) -> None:
+    with Engine(root, write_threads=writers, io_bytes=64 * KIB, **SMALL) as engine:
+        engine.store._disks[0].parts.policy.copies_per_store = 0.0
+        for start in range(0, 1800, 30):
+            engine.put(keys(30, start))
+            engine.held(keys(1800))
+        assert engine.store.stats().dropped_chunks == {}
+        assert engine.counter("evicted_segments") > 20
+        assert engine.held(keys(30, 1770)) == keys(30, 1770)
+
+
+def test_the_reclaimer_rests_while_it_has_to_wait(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short of slots, and nothing may go for now: it looks once each time it is woken."""
+    with Engine(root, **{**SMALL, "refresh_interval": 60.0}) as engine:
+        engine.put(keys(600))
+        reclaiming, looks = reclaimer_of(engine), []
+        monkeypatch.setattr(reclaiming, "_slots_ahead", lambda: 20)
+        monkeypatch.setattr(reclaiming, "_prepare", lambda *_: looks.append(1) or False)
+        monkeypatch.setattr(reclaiming, "_may_wait", lambda: True)
+        for _ in range(3):
+            reclaiming.keep_slots_free()
+        assert len(looks) == 3

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
@@ -154,3 +156,57 @@ def test_a_root_json_that_makes_no_sense_is_one_line(root: Path, text: str) -> N
     (root / "root.json").write_text(text)
     with pytest.raises(StoreError, match=r"root\.json is damaged"):
         Engine(root, **SMALL)
+
+
+class SmallDisk(Syscalls):
+    """A file system of 12 MiB, whatever is really there."""
+
+    size = 12 * MIB
+    least_free = size
+
+    def __init__(self, root: Path, *, fails: bool) -> None:
+        self.root, self.fails = root, fails
+
+    def total_bytes(self, path: str) -> int:
+        return self.size
+
+    def free_bytes(self, path: str) -> int:
+        used = 0
+        for found in segments(self.root):
+            with contextlib.suppress(FileNotFoundError):
+                used += found.stat().st_size
+        return self.size - used
+
+    def fallocate(self, fd: int, length: int) -> None:
+        free = self.free_bytes("") - length
+        if self.fails and free < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().fallocate(fd, length)
+        self.least_free = min(self.least_free, free)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_writers_on_a_disk_smaller_than_the_bound(root: Path, writers: int) -> None:
+    """ENOSPC: each evicts what it needs, and none pauses the others."""
+    calls = SmallDisk(root, fails=True)
+    settings = {**SMALL, "max_bytes": 64 * MIB, "write_threads": writers, "io_bytes": 64 * KIB}
+    with Engine(root, syscalls=calls, **settings) as engine:
+        for start in range(0, 2400, 60):
+            engine.put(keys(60, start))
+        assert engine.store.stats().dropped_chunks == {}
+        assert engine.counter("evicted_segments") > 20
+        assert engine.get(keys(60, 2340)) == keys(60, 2340)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_writers_without_a_bound_keep_to_the_free_space(root: Path, writers: int) -> None:
+    calls = SmallDisk(root, fails=False)
+    settings = {"max_bytes": None, "min_free_bytes": 3 * MIB, "segment_bytes": 512 * KIB}
+    settings |= {"write_threads": writers, "io_bytes": 64 * KIB}
+    with Engine(root, syscalls=calls, **settings) as engine:
+        for start in range(0, 2400, 60):
+            engine.put(keys(60, start))
+        assert engine.store.stats().dropped_chunks == {}
+        assert calls.least_free >= 3 * MIB
+        assert len(engine.held(keys(2400))) > 150
+        assert engine.serves_all_it_holds(keys(2400))
