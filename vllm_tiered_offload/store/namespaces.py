@@ -11,6 +11,7 @@ from vllm_tiered_offload.store import locks
 from vllm_tiered_offload.store.api import Namespace
 from vllm_tiered_offload.store.root import Root
 from vllm_tiered_offload.store.small_files import read_json, write_json
+from vllm_tiered_offload.store.syscalls import NO_SPACE, explain
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
@@ -27,8 +28,7 @@ def enter(root: Root, namespace: Namespace) -> int | None:
     path = manifest_path(root, namespace.fingerprint)
     with root.lock.hold():
         if not os.path.exists(path):
-            fields = {"private": namespace.private, "manifest": dict(namespace.manifest)}
-            write_json(path, fields)
+            _describe(path, namespace)
         if not namespace.private:
             return None
         fd = locks.open_kept(lambda: _open(path))
@@ -40,6 +40,17 @@ def enter(root: Root, namespace: Namespace) -> int | None:
                 locks.close(fd)
                 raise
         return fd
+
+
+def _describe(path: str, namespace: Namespace) -> None:
+    """A full disk keeps nobody from a namespace that needs no owner: it can be read still."""
+    try:
+        fields = {"private": namespace.private, "manifest": dict(namespace.manifest)}
+        write_json(path, fields)
+    except OSError as error:
+        if namespace.private or error.errno not in NO_SPACE:
+            raise
+        logger.warning("%s was not written: %s", path, explain(error))
 
 
 def is_alive(root: Root, fingerprint: str) -> bool:

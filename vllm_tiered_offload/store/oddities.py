@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Hashable
 
 from vllm_tiered_offload.store.counters import Counters
-from vllm_tiered_offload.store.syscalls import explain
+from vllm_tiered_offload.store.syscalls import EXHAUSTED, explain
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 
@@ -47,6 +47,8 @@ class Oddities:
     def unreadable(self, path: str, file: Hashable, error: OSError) -> None:
         """Reading failed. ``file`` tells this one from others in its slot. A disk may take half
         a minute to give up a bad sector, so it is not asked at every refresh."""
+        if error.errno in EXHAUSTED:
+            return
         self.report(path, (0, 0), "unreadable", explain(error))
         _, before = self._retries.get(file, (0.0, FIRST_PAUSE / 2))
         pause = min(2 * before, LONGEST_PAUSE)

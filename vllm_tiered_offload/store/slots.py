@@ -24,9 +24,7 @@ from vllm_tiered_offload.store.api import Namespace, StoreError
 from vllm_tiered_offload.store.direct_io import BlockIO, page_aligned
 from vllm_tiered_offload.store.geometry import segment_bytes_needed
 from vllm_tiered_offload.store.root import Root, slot_number
-from vllm_tiered_offload.store.syscalls import EXHAUSTED, Syscalls, errno_name
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+from vllm_tiered_offload.store.syscalls import EXHAUSTED, NO_SPACE, Syscalls, errno_name
 
 
 class NoRoomError(Exception):

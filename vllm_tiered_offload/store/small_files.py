@@ -11,6 +11,8 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_tiered_offload.store.syscalls import NO_SPACE
+
 LARGEST_JSON_BYTES = 16 << 20
 
 
@@ -33,17 +35,32 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def write_json(path: str, fields: Mapping[str, object]) -> None:
-    """Replaces a file at once, mode 0600. Call under the root lock."""
+    """Replaces a file at once, mode 0600. Call under the root lock.
+
+    On a full disk the old file is written over, in the block it has: a smaller bound is what
+    may help, and must not fail for want of a block.
+    """
+    data = json.dumps(fields, indent=1, sort_keys=True, default=str).encode() + b"\n"
     fresh = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(fresh)
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        _write(fresh, data, os.O_CREAT | os.O_EXCL)
+        os.replace(fresh, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(fresh)
+        if error.errno not in NO_SPACE or not os.path.exists(path):
+            raise
+        _write(path, data.ljust(os.stat(path).st_size), 0)
+
+
+def _write(path: str, data: bytes, flags: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     try:
         os.fchmod(fd, 0o600)
-        data = json.dumps(fields, indent=1, sort_keys=True, default=str).encode() + b"\n"
         if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fresh)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.replace(fresh, path)

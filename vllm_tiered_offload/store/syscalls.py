@@ -20,6 +20,8 @@ _AT_EMPTY_PATH = 0x1000
 # What the process or the machine has run out of for the moment: no fault of any file.
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no symlink, never stuck in a FIFO
 

@@ -17,8 +17,8 @@ from vllm_tiered_offload.store.io_pool import Piece
 from vllm_tiered_offload.store.open_segment import TRIES_FOR_SPACE, OpenSegment
 from vllm_tiered_offload.store.parts import Parts
 from vllm_tiered_offload.store.segment_log import SegmentLog
-from vllm_tiered_offload.store.slots import NO_SPACE, NoRoomError
-from vllm_tiered_offload.store.syscalls import explain
+from vllm_tiered_offload.store.slots import NoRoomError
+from vllm_tiered_offload.store.syscalls import NO_SPACE, explain
 
 logger = logging.getLogger("vllm.tiered_offload.store")
 

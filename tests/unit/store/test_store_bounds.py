@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import KIB, MIB, Engine, disk_usage, keys, segments, wait_for
 
-from vllm_tiered_offload.store import StoreError, geometry
+from vllm_tiered_offload.store import Namespace, StoreError, geometry, small_files
 from vllm_tiered_offload.store.direct_io import is_direct
 from vllm_tiered_offload.store.root import slot_number
 from vllm_tiered_offload.store.syscalls import Syscalls
@@ -210,3 +210,43 @@ def test_writers_without_a_bound_keep_to_the_free_space(root: Path, writers: int
         assert calls.least_free >= 3 * MIB
         assert len(engine.held(keys(2400))) > 150
         assert engine.serves_all_it_holds(keys(2400))
+
+
+@pytest.fixture
+def no_block_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def full(path: str, flags: int, *mode: int, **ways: int) -> int:
+        if str(path).endswith(".json.new"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return real(path, flags, *mode, **ways)
+
+    monkeypatch.setattr(small_files.os, "open", full)
+
+
+def test_a_bound_can_be_made_smaller_on_a_disk_without_a_block(
+    root: Path, request: pytest.FixtureRequest
+) -> None:
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(600))
+    request.getfixturevalue("no_block_left")
+    with Engine(root, **{**SMALL, "max_bytes": 6 * MIB}) as engine:
+        assert disk_usage(root) <= 6 * MIB
+        engine.put(keys(30, 1000))
+        assert engine.get(keys(30, 1000)) == keys(30, 1000)
+    found = geometry.read_geometry(str(root))
+    assert found is not None
+    assert found.max_bytes == 6 * MIB
+
+
+def test_another_namespace_is_entered_on_a_disk_without_a_block(
+    root: Path, request: pytest.FixtureRequest
+) -> None:
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(60))
+    request.getfixturevalue("no_block_left")
+    with Engine(root, namespace=Namespace("a" * 32), **SMALL) as engine:
+        engine.put(keys(30))
+        assert engine.get(keys(30)) == keys(30)
+    with pytest.raises(StoreError, match="ENOSPC"):
+        Engine(root, namespace=Namespace("b" * 32, private=True), **SMALL)
