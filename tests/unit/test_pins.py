@@ -269,6 +269,18 @@ def test_most_of_what_could_be_had_is_enough() -> None:
     assert pool.ask(pool.request("a"), *keys(80))[73:76] == ["TAKE", "WAIT", "REFUSE"]
 
 
+def test_what_others_have_read_meanwhile_may_be_enough() -> None:
+    pool = Pool(100)
+    hold(pool, 100)
+    a = pool.request("a")
+    for resident, verdict in ((0, "WAIT"), (74, "WAIT"), (75, "FULL")):
+        for key in keys(resident):
+            pool.book.saw_hit(a, key)
+        assert pool.ask(a, *keys(5, start=resident), free=0)[0] == verdict
+        pool.launch()
+    assert pool.book.waits.ended["in_time"] == 1
+
+
 def test_with_windows_most_is_not_enough() -> None:
     # A part of a prefix is of use only where a window ends.
     pool = Pool(100, groups=2)
