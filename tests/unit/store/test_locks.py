@@ -190,3 +190,27 @@ def test_numbers_rise_though_the_lock_file_is_lost_while_processes_run(root: Pat
             page = path.read_bytes()[:4096]
             seen.append(fmt.unpack_page_block(page, fmt.SEGMENT_MAGIC).sequence)
         assert len(seen) == len(set(seen)) > 10
+
+
+def test_forks_and_locks_get_along(tmp_path: Path) -> None:
+    """Any number of both: no child has a lock file, nobody waits for nobody."""
+    stop = threading.Event()
+
+    def hold_again_and_again(name: str) -> None:
+        lock = locks.RootLock(str(tmp_path / name), Syscalls())
+        while not stop.is_set():
+            with lock.hold():
+                pass
+
+    threads = [
+        threading.Thread(target=hold_again_and_again, args=[name])
+        for name in ("one.lock", "one.lock", "two.lock")
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        assert not any(child_has(".lock") for _ in range(50))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

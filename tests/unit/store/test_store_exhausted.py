@@ -104,3 +104,19 @@ def _store(engine: Engine) -> bool:
     """A store, which ends the pause if it is over."""
     engine.put(keys(1, 50_000 + engine._job))
     return engine.store.stats().roots[0].paused is None
+
+
+def test_following_others_goes_on_as_soon_as_there_are_descriptors(root: Path) -> None:
+    """Unlike a bad sector: there is nothing to be gained by waiting."""
+    calls = Exhausted(os.O_RDONLY)
+    with (
+        Engine(root, **SMALL) as writer,
+        Engine(root, syscalls=calls, clock=lambda: 100.0, **SMALL) as reader,
+    ):
+        calls.times = 1000
+        writer.put(keys(20))
+        wait_for(lambda: calls.failed > 3)
+        calls.times = 0
+        wait_for(lambda: reader.held(keys(20)) == keys(20))
+        assert reader.get(keys(20)) == keys(20)
+        assert reader.counter("damaged.unreadable") == 0
