@@ -98,8 +98,10 @@ class Copier:
         faults.point("reclaimer.before_copy")
         parts.pool.put_copy(piece)
         while not piece.done.wait(COPY_WAIT):
-            # The buffer belongs to a writer that has begun; otherwise it must not wait for us.
-            if (self._hurry() or parts.pool.stopping) and parts.pool.withdraw_copy(piece):
+            # The buffer belongs to a writer that has begun; otherwise it must not wait for us,
+            # nor we for one that has room.
+            useless = self._hurry() or parts.pool.stopping or not self._room()
+            if useless and parts.pool.withdraw_copy(piece):
                 return False
         faults.point("reclaimer.after_copy")
         return True

@@ -105,7 +105,7 @@ class IoPool:
         """Queues a copy, before all stores: it must be written while there is room."""
         with self._lock:
             self._copies.append(piece)
-            self._store_waits.notify()
+            self._store_waits.notify_all()  # not each of them takes copies
 
     def withdraw_copy(self, piece: Piece) -> bool:
         """Takes a copy back. False when a writer has it already."""
@@ -132,14 +132,18 @@ class IoPool:
             if self._loads and not self._stopping:
                 self._loads_passed.wait_for(lambda: not self._loads, PATIENCE_WITH_LOADS)
 
-    def take_stores(self, most_bytes: int, timeout: float) -> list[Piece] | None:
-        """The next batch: one copy, or stores that fit together in ``most_bytes``.
+    def take_stores(
+        self, most_bytes: int, timeout: float, *, copies: bool = True
+    ) -> list[Piece] | None:
+        """The next batch: one copy if wanted, or stores that fit together in ``most_bytes``.
 
         [] after ``timeout`` seconds without any; None once the pool is stopping and empty.
         """
         with self._lock:
-            self._store_waits.wait_for(self._has_store_work, timeout)
-            if self._copies:
+            self._store_waits.wait_for(
+                lambda: self._stores or self._stopping or (copies and self._copies), timeout
+            )
+            if copies and self._copies:
                 return [self._copies.popleft()]
             batch = self._next_batch(most_bytes)
             return None if self._stopping and not batch else batch
@@ -200,6 +204,3 @@ class IoPool:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-    def _has_store_work(self) -> bool:
-        return bool(self._stores or self._copies or self._stopping)

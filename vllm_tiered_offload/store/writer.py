@@ -59,7 +59,8 @@ class Writer:
     def _take(self) -> list[Piece] | None:
         """What to do next: a copy, while there is room for it; else the next batch."""
         pool, settings = self._parts.pool, self._parts.settings
-        if (copy := pool.take_copy() if self._writes() else None) is not None:
+        copies = self._writes() and self.open.room() > 0
+        if copies and (copy := pool.take_copy()) is not None:
             batch = [copy]
         elif self._ahead is not None:
             (batch, signed), self._ahead = self._ahead, None
@@ -67,7 +68,9 @@ class Writer:
         elif not self._writes():
             return None if pool.wait_stopping(settings.refresh_interval) else []
         else:
-            found = pool.take_stores(settings.io_bytes, settings.refresh_interval)
+            found = pool.take_stores(
+                settings.io_bytes, settings.refresh_interval, copies=copies
+            )
             if not found:
                 return found
             batch = found

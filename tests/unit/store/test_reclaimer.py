@@ -262,3 +262,39 @@ def test_the_reclaimer_rests_while_it_has_to_wait(
         for _ in range(3):
             reclaiming.keep_slots_free()
         assert len(looks) == 3
+
+
+def test_a_copy_goes_to_the_writer_that_has_room(root: Path) -> None:
+    """The other, which has no segment at all, must not take it only to drop it."""
+    settings = {**SMALL, "refresh_interval": 60.0, "write_threads": 2}
+    with Engine(root, **settings) as engine:
+        engine.put(keys(40))  # one piece, thus one writer
+        disk = engine.store._disks[0]
+        assert sorted(writer.open.room() > 0 for writer in disk._writers) == [False, True]
+        (oldest,) = disk.parts.catalogue.closed()
+        for hot in keys(10):
+            engine.held([hot])
+            disk.parts.drain_hits()
+            with disk._reclaimer.turn:
+                assert disk._reclaimer._copier.copy_hot(oldest)
+        assert engine.store.stats().copied_chunks == 10
+        assert engine.get(keys(40)) == keys(40)
+
+
+def test_a_copy_that_finds_no_room_is_taken_back(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(root, **{**SMALL, "refresh_interval": 60.0}) as engine:
+        engine.put(keys(40))
+        disk = engine.store._disks[0]
+        (oldest,) = disk.parts.catalogue.closed()
+        engine.held(keys(10))
+        disk.parts.drain_hits()
+        room = iter([10])
+        monkeypatch.setattr(disk._reclaimer._copier, "_room", lambda: next(room, 0))
+        monkeypatch.setattr(disk._writers[0].open, "room", lambda: 0)
+        engine.put(keys(1, 100))  # the writer looks again
+        with disk._reclaimer.turn:
+            assert not disk._reclaimer._copier.copy_hot(oldest)
+        assert not disk.parts.pool._copies
+        assert engine.get(keys(40)) == keys(40)
