@@ -97,7 +97,8 @@ class OpenSegment:
             self._sealing = self._sealer.submit(self._seal, log)
 
     def _create(self) -> NewSegment:
-        for _ in range(TRIES_FOR_SPACE):
+        # Another writer may be quicker to take what was freed.
+        for _ in range(TRIES_FOR_SPACE * self._parts.threads):
             try:
                 return self._create_once()
             except NoRoomError:

@@ -271,6 +271,7 @@ def test_a_copy_goes_to_the_writer_that_has_room(root: Path) -> None:
         engine.put(keys(40))  # one piece, thus one writer
         disk = engine.store._disks[0]
         assert sorted(writer.open.room() > 0 for writer in disk._writers) == [False, True]
+        wait_for(disk.parts.catalogue.closed)  # sealed beside the next
         (oldest,) = disk.parts.catalogue.closed()
         for hot in keys(10):
             engine.held([hot])
@@ -287,6 +288,7 @@ def test_a_copy_that_finds_no_room_is_taken_back(
     with Engine(root, **{**SMALL, "refresh_interval": 60.0}) as engine:
         engine.put(keys(40))
         disk = engine.store._disks[0]
+        wait_for(disk.parts.catalogue.closed)  # sealed beside the next
         (oldest,) = disk.parts.catalogue.closed()
         engine.held(keys(10))
         disk.parts.drain_hits()
