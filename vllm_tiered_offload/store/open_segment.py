@@ -59,10 +59,11 @@ class OpenSegment:
         new = self._create()
         segment = Segment(self._parts.number, new.path, new.header, State.OWN)
         self._parts.index.register(segment)
+        # Before its slot counts as taken: who then looks for room for copies has to find it.
+        log = self.log = SegmentLog(segment, new.fd, self._parts.io)
         self._parts.made(segment)
-        self.log = SegmentLog(segment, new.fd, self._parts.io)
         self._changed()
-        return self.log
+        return log
 
     def tend(self) -> None:
         """Lets other processes read what has been written so far, and go what has to."""

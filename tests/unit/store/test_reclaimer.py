@@ -14,6 +14,7 @@ from vllm_tiered_offload.store import faults
 from vllm_tiered_offload.store import format as fmt
 from vllm_tiered_offload.store.hits import Hits
 from vllm_tiered_offload.store.index import Index
+from vllm_tiered_offload.store.parts import Parts
 from vllm_tiered_offload.store.reclaimer import Reclaimer
 from vllm_tiered_offload.store.segment import Segment, State
 from vllm_tiered_offload.store.syscalls import Syscalls
@@ -300,3 +301,21 @@ def test_a_copy_that_finds_no_room_is_taken_back(
             assert not disk._reclaimer._copier.copy_hot(oldest)
         assert not disk.parts.pool._copies
         assert engine.get(keys(40)) == keys(40)
+
+
+def test_a_slot_counts_as_taken_once_its_segment_has_room_to_offer(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the reclaimer sees neither slots nor room, and evicts what it could have copied."""
+    rooms: list[int] = []
+    made = Parts.made
+
+    def look_and_make(self: Parts, segment: Segment) -> None:
+        rooms.append(engine.store._disks[0]._room())
+        made(self, segment)
+
+    monkeypatch.setattr(Parts, "made", look_and_make)
+    with Engine(root, **SMALL) as engine:
+        engine.put(keys(60))
+    assert len(rooms) >= 2
+    assert all(rooms)
