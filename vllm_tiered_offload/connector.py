@@ -55,10 +55,12 @@ class TieredOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # vLLM asks in the front end while it puts its own configuration together, long before
         # any weights are loaded (where CUDA graphs are used; nothing else is asked that
-        # early). A bad key stops it here. Directories are left to the engine's own host.
+        # early). A bad key stops it here. Directories are left to the engine's own host, and
+        # the size of the pool, where it is missing, to --kv-offloading-size, which comes later.
         spec = extra_config.get("spec_name", TIERING_SPEC)
         if spec in (TIERING_SPEC, CPU_SPEC):
-            SpecSettings.parse(extra_config, tiering=spec == TIERING_SPEC)
+            known = {"cpu_bytes_to_use": 1, **extra_config}
+            SpecSettings.parse(known, tiering=spec == TIERING_SPEC)
         return bool(super().requires_piecewise_for_cudagraph(extra_config))
 
     @classmethod

@@ -22,6 +22,7 @@ POOL = {"cpu_bytes_to_use": "1GiB"}
     "extra",
     [
         POOL,
+        {},
         {**POOL, "spec_name": CPU_SPEC},
         {**POOL, "secondary_tiers": [{"type": "odirect_fs", "root_dir": "/no/such/disk"}]},
         {"spec_name": "SomebodyElses", "spec_module_path": "a.b", "anything": 1},
@@ -36,7 +37,7 @@ def test_a_good_configuration_passes(extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("extra", "line"),
     [
-        ({}, "cpu_bytes_to_use: is missing"),
+        ({"cpu_bytes_to_use": 0}, "cpu_bytes_to_use: 0 is out of range"),
         ({**POOL, "max_byte": 1}, "max_byte: is not a known key"),
         (
             {**POOL, "spec_name": CPU_SPEC, "secondary_tiers": []},
@@ -65,3 +66,23 @@ def test_vllm_asks_while_it_makes_its_configuration(
     )
     with pytest.raises(ValueError, match=r"pin_share: 7 is out of range; allowed: 0\.01 to 1"):
         arguments.create_engine_config()
+
+
+def test_the_size_may_come_from_the_flag(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM asks the connector first and only then puts --kv-offloading-size into its keys.
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+    arguments = EngineArgs(
+        model=str(tiny_llama),
+        compilation_config={"cudagraph_mode": "FULL"},
+        kv_offloading_size=2.0,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=CONNECTOR,
+            kv_role="kv_both",
+            kv_connector_extra_config={"spec_name": CPU_SPEC},
+        ),
+    )
+    transfer = arguments.create_engine_config().kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector_extra_config["cpu_bytes_to_use"] == 2 << 30
