@@ -31,7 +31,7 @@ esac
 kv_dir="$(directory KV_DIR "${2:-}")"
 model="$1"
 shift 2
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "TieredOffloadingConnector",
       "kv_role": "kv_both",

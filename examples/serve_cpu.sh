@@ -47,7 +47,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc)}"
 
 # `python3 -m` because the `vllm` command of the CPU wheel looks for a
 # distribution named `vllm`, which that wheel does not bring.
-exec python3 -m vllm.entrypoints.openai.api_server --model "$model" "$@" \
+exec python3 -m vllm.entrypoints.openai.api_server --model "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

@@ -31,7 +31,7 @@ kv_dir="$(directory KV_DIR "${2:-}")"
 [[ "${3:-}" =~ ^[1-9][0-9]*$ ]] || die "DP: '${3:-}' is not a number of replicas"
 model="$1" dp="$3"
 shift 3
-exec vllm serve "$model" --data-parallel-size "$dp" "$@" \
+exec vllm serve "$model" --data-parallel-size "$dp" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

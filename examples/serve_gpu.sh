@@ -29,7 +29,7 @@ esac
 kv_dir="$(directory KV_DIR "${2:-}")"
 model="$1"
 shift 2
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

@@ -35,7 +35,7 @@ while [ -z "$roots" ] || [[ "${1:--}" != -* ]]; do
     roots+="${roots:+, }\"$root\""
     shift
 done
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

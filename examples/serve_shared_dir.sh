@@ -33,7 +33,7 @@ mode="${MODE:-read_write}"
 [[ "$mode" =~ ^read(_write)?$ ]] || die "MODE: '$mode' is neither read_write nor read"
 model="$1"
 shift 2
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

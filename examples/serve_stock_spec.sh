@@ -32,7 +32,7 @@ kv_dir="$(directory KV_DIR "${2:-}")"
 [[ "${3:--}" =~ ^[^\"\\-][^\"\\]*$ ]] || die "NAMESPACE: '${3:-}' is not a name"
 model="$1" namespace="$3"
 shift 3
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

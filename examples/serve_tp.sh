@@ -30,7 +30,7 @@ kv_dir="$(directory KV_DIR "${2:-}")"
 [[ "${3:-}" =~ ^[1-9][0-9]*$ ]] || die "TP: '${3:-}' is not a number of GPUs"
 model="$1" tp="$3"
 shift 3
-exec vllm serve "$model" --tensor-parallel-size "$tp" "$@" \
+exec vllm serve "$model" --tensor-parallel-size "$tp" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

@@ -32,7 +32,7 @@ kv_dir="$(directory KV_DIR "${2:-}")"
 [[ "${P2P_CONFIG:-}" == "{"*"}" ]] || die "P2P_CONFIG: '${P2P_CONFIG:-}' is not a JSON object"
 model="$1"
 shift 2
-exec vllm serve "$model" "$@" \
+exec vllm serve "$model" --shutdown-timeout 30 "$@" \
     --kv-transfer-config '{
       "kv_connector": "OffloadingConnector",
       "kv_role": "kv_both",

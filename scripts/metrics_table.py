@@ -82,8 +82,8 @@ TIER = {
     "stalled": ("0 or 1", "1: check disk, mount and kernel log. Ends by itself."),
     "stores_paused": (
         "0 or 1",
-        "1: the log says why (disk full, quota, read-only). Ends by itself; always 1 with "
-        '`"mode": "read"`.',
+        "1: the log says why. Ends by itself once there is room again. 0 with "
+        '`"mode": "read"`, which stores nothing on purpose.',
     ),
     "recovery_seconds": ("seconds", "Set at start: what the disk added to the start."),
     "recovery_chunks": (
@@ -131,7 +131,8 @@ TIER = {
     ),
     "failed_chunks": (
         "chunks",
-        "Reasons: `corrupt`, `deleted`, `io_error`, `unknown` (evicted between look-up and "
+        "Reasons: `corrupt`, `deleted`, `io_error`, `exhausted` (the process ran out of "
+        "descriptors or memory; the chunk stays), `unknown` (evicted between look-up and "
         "load). Each was computed again. Has no series until the first one.",
     ),
     "stores_never_hit": (

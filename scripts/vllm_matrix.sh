@@ -16,6 +16,19 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+for argument; do
+    case "$argument" in
+    -h | --help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+        exit
+        ;;
+    [0-9]*.[0-9]*.[0-9]*) ;;
+    *)
+        echo "vllm_matrix: $argument is not a version such as 0.32.0; --help says more" >&2
+        exit 2
+        ;;
+    esac
+done
 versions=("$@")
 [ ${#versions[@]} -gt 0 ] || versions=(0.30.0 0.31.0 0.32.0 0.33.0)
 cache="$(realpath -m "${VTO_CACHE:-.cache}")/vllm-matrix"
@@ -99,7 +112,15 @@ results="$cache/results"
 rm -rf "$results"
 mkdir -p "$results"
 for version in "${versions[@]}"; do
-    python="$(environment "$version")"
+    # A function in a substitution goes on after a failure, and the base's vLLM would be
+    # tested under this one's name.
+    python="$(set -e; environment "$version")"
+    has="$("$python" -c 'import sys; from importlib.metadata import version
+print(version(sys.argv[1]))' "$(distribution "$version")")"
+    if [ "${has%%+*}" != "$version" ]; then
+        echo "vllm_matrix: the environment of $version has $has; remove $cache/$version" >&2
+        exit 1
+    fi
     VLLM_TARGET_DEVICE=cpu "$python" scripts/_matrix.py imports \
         "$results/$version.imports.json" >/dev/null 2>"$results/$version.imports.log" ||
         tail -n 5 "$results/$version.imports.log" >&2

@@ -106,7 +106,7 @@ def human_bytes(size: float) -> str:
 def human_count(count: float) -> str:
     """`15.1 M`: thousands in words, three significant digits."""
     for unit in ("", " k", " M", " G"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:
             return f"{count:.0f}" if unit == "" else f"{count:.3g}{unit}"
         count /= 1000
     return f"{count:.3g} T"

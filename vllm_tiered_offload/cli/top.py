@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.live import Live
 
 from vllm_tiered_offload.cli.monitoring.scrape import Sample, ScrapeError, scrape
@@ -45,10 +48,13 @@ def top(
 def _watch(before: Sample, url: str, interval: float, count: int) -> None:
     """Redraws until interrupted. A server out of reach keeps the last numbers and says so."""
     view: Summary = summarize(before, before)
-    looks = 0
-    out = console()
-    live = Live(render(view, url), console=out, auto_refresh=False, screen=out.is_terminal)
-    with live, contextlib.suppress(KeyboardInterrupt):
+    looks, problem, out = 0, "", console()
+    with contextlib.ExitStack() as stack:
+        show: Callable[[RenderableType], None] = out.print  # in a pipe one after the other
+        if out.is_terminal:
+            live = Live(render(view, url), console=out, auto_refresh=False, screen=True)
+            show = partial(stack.enter_context(live).update, refresh=True)
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
         while count == 0 or looks < count:
             time.sleep(interval)
             problem = ""
@@ -57,5 +63,7 @@ def _watch(before: Sample, url: str, interval: float, count: int) -> None:
                 view, before = summarize(before, now), now
             except ScrapeError as error:
                 problem = str(error)
-            live.update(render(view, url, problem), refresh=True)
+            show(render(view, url, problem))
             looks += 1
+    if out.is_terminal:  # the screen is gone, the last look stays
+        out.print(render(view, url, problem))

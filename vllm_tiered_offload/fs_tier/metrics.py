@@ -64,7 +64,7 @@ _ROOT_GAUGES: dict[str, tuple[str, Callable[[RootStats], int | float]]] = {
         lambda root: int(root.stalled),
     ),
     "stores_paused": (
-        "1 while nothing is stored in this root (disk full, read mode, ...).",
+        "1 while stores to this root are paused (disk full, quota, read-only mount).",
         lambda root: int(root.paused is not None),
     ),
     "recovery_seconds": (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -74,7 +75,7 @@ class Descriptors:
         try:
             fd = self._open_file(segment.path)
         except FileNotFoundError as error:
-            raise GoneError(*error.args) from error
+            raise GoneError(error.errno, error.strerror, segment.path) from error
         try:
             page = page_aligned(segment.header.page_bytes)
             count = self._io.read(fd, [page], 0)
@@ -87,7 +88,7 @@ class Descriptors:
             os.close(fd)
             raise
         os.close(fd)
-        raise GoneError(0, f"{segment.path} is not segment {segment.sequence} any more")
+        raise GoneError(errno.ESTALE, f"not segment {segment.sequence} any more", segment.path)
 
     @overload
     def _take(self, ordinal: int, fresh: None) -> int | None: ...

@@ -99,7 +99,8 @@ class Reader:
             with self._parts.watch.operation(), self._parts.descriptors.use(segment) as fd:
                 return self._load_from(fd, segment, chunks)
         except GoneError as error:
-            return [], [(chunk, "deleted", str(error)) for chunk in chunks]
+            why = f"{segment.path}: {explain(error)}"
+            return [], [(chunk, "deleted", why) for chunk in chunks]
         except OSError as error:
             reason, detail = self._note_error(segment, error)
             return [], [(chunk, reason, detail) for chunk in chunks]

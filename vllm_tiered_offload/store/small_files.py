@@ -22,13 +22,15 @@ def read_json(path: str) -> dict[str, Any]:
     Raises OSError, or ValueError for what is no JSON object.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("not a regular file")
-        try:
+        with open(fd, "rb", closefd=False) as file:
             fields = json.loads(file.read(LARGEST_JSON_BYTES))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    finally:
+        os.close(fd)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
     return fields

@@ -60,7 +60,7 @@ class Pause:
             return
         if self.reason is None:
             logger.warning(
-                "%s: stores are paused, loads go on: %s. They resume by themselves.",
+                "%s: stores are paused, loads go on: %s. They resume once that has passed.",
                 self._path,
                 reason,
             )

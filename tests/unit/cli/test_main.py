@@ -67,7 +67,10 @@ def test_bytes_in_words(size, text):
     assert human_bytes(size) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0"), (1500, "1.5 k"), (15_100_000, "15.1 M")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1500, "1.5 k"), (999_600, "1 M"), (15_100_000, "15.1 M")],
+)
 def test_counts_in_words(count, text):
     assert human_count(count) == text
 

@@ -158,6 +158,17 @@ def test_a_root_json_that_makes_no_sense_is_one_line(root: Path, text: str) -> N
         Engine(root, **SMALL)
 
 
+def test_a_small_file_that_is_a_directory_costs_no_descriptor(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for path, error in ((tmp_path, ValueError), (tmp_path / "none", FileNotFoundError)):
+        with pytest.raises(error):
+            small_files.read_json(str(path))
+    assert descriptors() == before
+
+
 class SmallDisk(Syscalls):
     """A file system of 12 MiB, whatever is really there."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm_tiered_offload.cli.checks import Check, fail, ok, warn
 from vllm_tiered_offload.cli.output import human_bytes
 from vllm_tiered_offload.config.root_dirs import root_problem
-from vllm_tiered_offload.store import locks
+from vllm_tiered_offload.store import StoreError, locks
 from vllm_tiered_offload.store.direct_io import page_aligned
 from vllm_tiered_offload.store.geometry import read_geometry
 from vllm_tiered_offload.store.syscalls import Syscalls, explain
@@ -152,8 +152,13 @@ def _store(root: Path) -> Iterator[Check]:
     """What an earlier run left there; nothing where the directory is new."""
     try:
         geometry = read_geometry(str(root))
-    except OSError as error:
+    except StoreError as error:
         yield fail("store", str(error), "use the version that wrote it, or another directory")
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTDIR:  # told by what looked at the directory itself
+            why = f"{root}/root.json: {explain(error)}"
+            yield fail("store", why, "the engine's user must be able to read it")
         return
     if geometry is not None:
         bound = human_bytes(geometry.max_bytes) if geometry.max_bytes else "none"
