@@ -165,8 +165,8 @@ def _print(out: Console, model: str, result: Plan, command: list[str]) -> None:
     if _has_cpu_wheel():
         out.print(
             "\nThe CPU wheel installed here has blocks of 128 tokens unless --block-size is "
-            "given, and its vllm command does not run: say "
-            "`python3 -m vllm.entrypoints.openai.api_server --model` for `vllm serve`."
+            "given, and its vllm command does not run: begin the line with "
+            "`python3 -m vllm.entrypoints.openai.api_server --model` instead."
         )
     out.print("\n[bold]To paste[/]")
     # Not wrapped: a line break inside would be pasted too.
