@@ -8,13 +8,15 @@ python scripts/config_table.py --check    exit 1 if README.md has others
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
+
+sys.path.insert(0, str(Path(__file__).parent))
+import _page
 
 from vllm_tiered_offload.config import FsTierSettings, SpecSettings, format_size
 from vllm_tiered_offload.config.model import rule_of
@@ -79,30 +81,9 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str) -> str:
-    """`text` with the tables between its markers; SystemExit if it has none."""
-    before, found, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found or not found_end:
-        sys.exit(f"{README.name} has no markers; add these two lines:\n{BEGIN}\n{END}")
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true")
-    mode.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    if not (arguments.check or arguments.write):
-        print(tables())
-        return
-    old = README.read_text()
-    new = replaced(old)
-    if arguments.write:
-        README.write_text(new)
-    elif new != old:
-        sys.exit("README.md: the tables of keys are stale; run scripts/config_table.py --write")
+    stale = "README.md: the tables of keys are stale; run scripts/config_table.py --write"
+    _page.main(__doc__, README, (BEGIN, END), tables, stale)
 
 
 if __name__ == "__main__":

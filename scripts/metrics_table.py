@@ -11,12 +11,14 @@ a metric without a line here, or a line without a metric, is an error.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingMetricMetadata
+
+sys.path.insert(0, str(Path(__file__).parent))
+import _page
 
 from vllm_tiered_offload import pool_metrics
 from vllm_tiered_offload.fs_tier import metrics as tier_metrics
@@ -176,30 +178,9 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str) -> str:
-    """`text` with the tables between its markers; SystemExit if it has none."""
-    before, found, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found or not found_end:
-        sys.exit(f"{PAGE.name} has no markers; add these two lines:\n{BEGIN}\n{END}")
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true")
-    mode.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    if not (arguments.check or arguments.write):
-        print(tables())
-        return
-    old = PAGE.read_text()
-    new = replaced(old)
-    if arguments.write:
-        PAGE.write_text(new)
-    elif new != old:
-        sys.exit("docs/metrics.md: the tables are stale; run scripts/metrics_table.py --write")
+    stale = "docs/metrics.md: the tables are stale; run scripts/metrics_table.py --write"
+    _page.main(__doc__, PAGE, (BEGIN, END), tables, stale)
 
 
 if __name__ == "__main__":

@@ -123,23 +123,23 @@ class Room:
     def _may_wait(self, admission: Admission) -> bool:
         if admission.holds or not admission.may_wait or not self._has_patience(admission):
             return False
-        # Most of a prefix with windows may well be of no use at all.
-        if self._groups > 1:
-            return len(admission.hits) + len(admission.queue) < self.most
         return not self._has_enough(admission)
 
     def _has_enough(self, admission: Admission) -> bool:
-        """Without windows: whether it would gain little by waiting."""
+        """Whether it would gain little by waiting."""
         has = len(admission.hits) + len(admission.queue)
-        return self._groups == 1 and has >= self.most * _ENOUGH
+        # Most of a prefix with windows may well be of no use at all.
+        return has >= self.most * (_ENOUGH if self._groups == 1 else 1.0)
 
     def _has_patience(self, admission: Admission) -> bool:
         since, patience = admission.waiting_since, self._book.settings.patience
         return patience > 0 and (since is None or self._book.clock() - since < patience)
 
     def _try_again(self, admission: Admission, room: int) -> bool:
-        # Others may have read most of its prefix while it waited.
-        if room <= admission.refused_room and not self._has_enough(admission):
+        # Others may have read most of its prefix while it waited. Not with several groups:
+        # hits come in during a step, and its answers must stay the same.
+        enough = self._groups == 1 and self._has_enough(admission)
+        if room <= admission.refused_room and not enough:
             if self._has_patience(admission):
                 return False
             self._book.waits.end(admission, OUT_OF_PATIENCE)

@@ -15,6 +15,7 @@ from vllm_tiered_offload.cli.each import finish, on_each, print_json_list
 from vllm_tiered_offload.cli.facts import model_of, short
 from vllm_tiered_offload.cli.output import (
     JsonOption,
+    bar,
     console,
     human_bytes,
     reports_errors,
@@ -75,7 +76,7 @@ def _print_root(out: Console, facts: RootFacts) -> None:
             short(space.fingerprint),
             escape(model_of(space)),
             human_bytes(space.allocated_bytes),
-            f"{_bar(share, _SHORT_BAR)} {share:.0%}",
+            f"{bar(share, _SHORT_BAR)} {share:.0%}",
         )
     if shares.row_count:
         out.print(shares)
@@ -89,7 +90,7 @@ def _sums(facts: RootFacts) -> Table:
     rows.add_row(
         "in use",
         human_bytes(held),
-        f"{_bar(held / bound, _LONG_BAR)} {held / bound:.0%} of {human_bytes(bound)}"
+        f"{bar(held / bound, _LONG_BAR)} {held / bound:.0%} of {human_bytes(bound)}"
         if bound
         else "no max_bytes: bounded by min_free_bytes",
     )
@@ -106,8 +107,3 @@ def _segments(facts: RootFacts) -> str:
     states = [f"{count} {state}" for state, count in sorted(_states(facts).items())]
     size = human_bytes(facts.root.geometry.segment_bytes)
     return f"{', '.join(states)}; {size} each" if states else ""
-
-
-def _bar(share: float, length: int) -> str:
-    full = round(min(1.0, max(0.0, share)) * length)
-    return f"[cyan]{'█' * full}[/][dim]{'░' * (length - full)}[/]"

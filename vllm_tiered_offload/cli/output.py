@@ -112,6 +112,12 @@ def human_count(count: float) -> str:
     return f"{count:.3g} T"
 
 
+def bar(share: float, length: int) -> str:
+    """Markup: `length` characters, of which `share` (0 to 1) are full."""
+    full = round(min(1.0, max(0.0, share)) * length)
+    return f"[cyan]{'█' * full}[/][dim]{'░' * (length - full)}[/]"
+
+
 def human_seconds(seconds: float) -> str:
     """`3 min`, `2 h`, `5 days`: one unit."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):

